@@ -1,0 +1,121 @@
+"""Every kernel compiles for every supported device, within its limits, without a GPU.
+
+Spills are read as the stack frame in the machine code: Triton's own count needs a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The workers read the same rows, so these are plain modules in this folder.
+sys.path.append(str(Path(__file__).parent))
+
+from targets import (  # noqa: E402
+    SHARED_LIMITS,
+    Target,
+    collect,
+    find_kernels,
+    find_misnamed_kernels,
+)
+
+pytest.importorskip("triton", reason="no Triton on this platform")
+
+ROWS = collect()
+NUM_WORKERS = min(os.cpu_count() or 1, 8)
+
+
+def _compile_rows(rows: set[str], folder: Path) -> list[dict[str, Any]]:
+    """Compile the rows with these ids in parallel processes and return their results."""
+    jobs = [
+        f"{index}:{capability}"
+        for index, row in enumerate(ROWS)
+        if row.id in rows
+        for capability in row.capabilities
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("compile_worker.py"))
+    workers = []
+    for number in range(NUM_WORKERS):
+        out, log = folder / f"compiled-{number}.jsonl", folder / f"compiled-{number}.log"
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, script, str(out), *jobs[number::NUM_WORKERS]],
+                env=environment,
+                stdout=stream,
+                stderr=stream,
+            )
+        workers.append((process, out, log))
+    results = []
+    for process, out, log in workers:
+        code = process.wait()
+        assert code == 0, f"a compile worker ended with {code}:\n{log.read_text()[-3000:]}"
+        results += [json.loads(line) for line in out.read_text().splitlines()]
+    return results
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Results of the selected rows by (row id, capability), made once for all xdist workers."""
+    import fcntl
+
+    selected = {
+        item.callspec.params["target"].id
+        for item in request.session.items
+        if "target" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    done = folder / "compiled.json"
+    with (folder / "compiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            done.write_text(json.dumps(_compile_rows(selected, folder)))
+    return {(r["id"], r["capability"]): r for r in json.loads(done.read_text())}
+
+
+@pytest.mark.parametrize("target", [pytest.param(row, id=row.id) for row in ROWS])
+def test_kernel_compiles_within_device_limits(
+    target: Target,
+    compiled: dict[tuple[str, int], dict[str, Any]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    for capability in target.capabilities:
+        result = compiled[target.id, capability]
+        where = f"{target.id} on sm_{capability}"
+        assert "error" not in result, f"{where} does not compile:\n{result['error']}"
+        report = "{shared} B shared, {registers} registers, {stack} B stack".format(**result)
+        print(f"{where}: {report}")
+        record_property(f"sm_{capability}", report)
+        assert result["shared"] <= SHARED_LIMITS[capability], f"{where}: {report}"
+        if target.hot:
+            assert result["stack"] == 0, f"{where} spills registers: {report}"
+        # A kernel that does not wait lets the next one run ahead of the one before it.
+        assert result["gdc_wait"] == (capability >= 90), f"{where}: gdc_wait() under PDL"
+        if capability < 90:
+            assert not result["gdc_launch_dependents"], f"{where}: PDL needs sm_90"
+
+
+def test_row_ids_are_unique() -> None:
+    ids = [row.id for row in ROWS]
+    assert len(ids) == len(set(ids)), sorted(i for i in set(ids) if ids.count(i) > 1)
+
+
+def test_every_kernel_has_a_row() -> None:
+    covered = {row.kernel for row in ROWS}
+    assert find_kernels() - covered == set(), "add a row in tests/ops/targets_<name>.py"
+    assert covered - find_kernels() == set(), "rows of kernels that do not exist"
+
+
+def test_launched_functions_are_named_as_kernels() -> None:
+    assert find_misnamed_kernels() == set()

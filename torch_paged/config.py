@@ -1,0 +1,182 @@
+"""`Config`: every setting of an accelerated model, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+_BLOCK_SIZES = (8, 16, 32)
+_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ON_UNSUPPORTED = ("fallback", "raise")
+_MIN_CACHE_BYTES = 1 << 20
+_MAX_LAG = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of an accelerated model; immutable, checked on construction.
+
+    Attributes:
+        block_size: tokens in one block of the KV cache: 8, 16 or 32.
+        max_num_seqs: sequences that decode together; further ones wait for a slot.
+        max_num_batched_tokens: prompt tokens in one prefill step; longer prompts are cut up.
+        max_model_len: longest sequence, prompt included; None takes the model's own limit.
+        kv_cache_memory: limit of the KV cache: bytes (int), or a fraction of the device's memory
+            (float in (0, 1]); None leaves `gpu_memory_utilization` as the only limit.
+        gpu_memory_utilization: the KV cache stops growing when this fraction of the device's
+            memory is in use, by anyone.
+        batch_buckets: batch sizes for which a step is captured, increasing, e.g. ``(1, 2, 4, 8)``;
+            a batch runs in the next larger one. None: a built-in ladder up to `max_num_seqs`.
+        cuda_graphs: replay decode steps as CUDA graphs; off, the same steps are launched one
+            kernel at a time. Without a GPU it has no effect.
+        enable_prefix_caching: let sequences share the blocks of a common prefix.
+        kv_cache_dtype: "auto" (the model's), "float32", "bfloat16" or "float16"; a torch dtype
+            is taken as well.
+        seed: seed of an `Engine`'s random numbers; None draws one. `generate()` keeps torch's.
+        verify: compare the logits of the fused path with the model's own, once per device and
+            dtype, before the first accelerated call.
+        on_unsupported: "fallback" runs Hugging Face's own code where ours does not apply and
+            logs the reason; "raise" raises `UnsupportedModelError` or `UnsupportedFeatureError`.
+        lag: decode steps that the host may launch ahead of the newest result it has seen.
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    kv_cache_memory: int | float | None = None
+    gpu_memory_utilization: float = 0.9
+    batch_buckets: Sequence[int] | None = None
+    cuda_graphs: bool = True
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    seed: int | None = None
+    verify: bool = True
+    on_unsupported: Literal["fallback", "raise"] = "fallback"
+    lag: int = 4
+
+    def __post_init__(self) -> None:
+        self._set("block_size", _integer("block_size", self.block_size, minimum=1))
+        if self.block_size not in _BLOCK_SIZES:
+            raise _value_error("block_size", "8, 16 or 32", self.block_size, "16 is the default")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            self._set(name, _integer(name, getattr(self, name), minimum=1))
+        if self.max_model_len is not None:
+            self._set("max_model_len", _integer("max_model_len", self.max_model_len, minimum=1))
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, minimum=0, maximum=(1 << 64) - 1))
+        self._set("lag", _integer("lag", self.lag, minimum=0, maximum=_MAX_LAG))
+        for name in ("cuda_graphs", "enable_prefix_caching", "verify"):
+            _check_bool(name, getattr(self, name))
+        self._set(
+            "gpu_memory_utilization",
+            _fraction("gpu_memory_utilization", self.gpu_memory_utilization, "e.g. 0.9"),
+        )
+        self._set("kv_cache_memory", _cache_limit(self.kv_cache_memory))
+        self._set("batch_buckets", _buckets(self.batch_buckets, self.max_num_seqs))
+        # A torch.dtype prints as "torch.float16"; taken by its text, so that torch stays out.
+        self._set("kv_cache_dtype", str(self.kv_cache_dtype).removeprefix("torch."))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, _CACHE_DTYPES)
+        _check_choice("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
+
+    def replace(self, **overrides: object) -> Config:
+        """Return a copy with some fields changed, checked anew.
+
+        Raises:
+            TypeError: a name is not a field of `Config`; the message has the nearest names.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in overrides:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+                hint = f"did you mean {' or '.join(close)}?" if close else "see help(Config)"
+                raise TypeError(
+                    f"Config has no field {name!r}; {hint} Its fields are {', '.join(names)}"
+                )
+        return dataclasses.replace(self, **overrides)  # type: ignore[arg-type]
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _value_error(name: str, expected: str, got: object, remedy: str) -> ValueError:
+    return ValueError(f"Config.{name} must be {expected}, got {got!r}; {remedy}")
+
+
+def _type_error(name: str, expected: str, got: object, remedy: str) -> TypeError:
+    return TypeError(
+        f"Config.{name} must be {expected}, got {got!r} of type {type(got).__name__}; {remedy}"
+    )
+
+
+def _integer(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise _type_error(name, "an integer", value, f"pass e.g. {name}={max(minimum, 4)}")
+    number = operator.index(value)  # type: ignore[arg-type]
+    if number < minimum or (maximum is not None and number > maximum):
+        upper = "" if maximum is None else f" and at most {maximum}"
+        default = Config.__dataclass_fields__[name].default
+        raise _value_error(name, f"at least {minimum}{upper}", number, f"the default is {default}")
+    return number
+
+
+def _fraction(name: str, value: object, remedy: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _type_error(name, "a fraction in (0, 1]", value, remedy)
+    if not 0.0 < value <= 1.0:
+        raise _value_error(name, "a fraction in (0, 1]", value, remedy)
+    return float(value)
+
+
+def _cache_limit(value: object) -> int | float | None:
+    if value is None:
+        return None
+    if isinstance(value, float):
+        return _fraction("kv_cache_memory", value, "a number of bytes must be an int")
+    number = _integer("kv_cache_memory", value, minimum=0)
+    if number < _MIN_CACHE_BYTES:
+        raise _value_error(
+            "kv_cache_memory",
+            f"at least {_MIN_CACHE_BYTES} bytes as an int, or a fraction as a float",
+            number,
+            "write 1.0 for all of the memory, 4 << 30 for 4 GiB",
+        )
+    return number
+
+
+def _buckets(value: object, max_num_seqs: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    expected, remedy = "increasing batch sizes", "pass e.g. batch_buckets=(1, 2, 4, 8)"
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise _type_error("batch_buckets", expected, value, remedy)
+    buckets = tuple(_integer("batch_buckets", size, minimum=1) for size in value)
+    if not buckets or any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
+        raise _value_error("batch_buckets", expected, buckets, remedy)
+    if buckets[-1] > max_num_seqs:
+        raise _value_error(
+            "batch_buckets",
+            f"at most max_num_seqs={max_num_seqs}",
+            buckets,
+            f"pass max_num_seqs={buckets[-1]} or drop the larger sizes",
+        )
+    return buckets
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _type_error(name, "True or False", value, f"pass {name}={bool(value)}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"{choices[0]!r} is the default"
+        raise _value_error(name, "one of " + ", ".join(map(repr, choices)), value, remedy)
+
+
+__all__ = ["Config"]

@@ -1,0 +1,310 @@
+"""Binding: a plan over names becomes a list of callables over the model's own tensors.
+
+Parameters are read from their modules here, so a replaced parameter needs a new binding and a
+changed value needs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_paged.decoder.plan import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    Glu,
+    Instruction,
+    Linear,
+    LogitTransform,
+    Norm,
+    Plan,
+    RotaryTable,
+    SelectLast,
+)
+from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
+from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
+from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.spec import RotarySpec
+from torch_paged.ops.embed import embed
+from torch_paged.ops.fused_linear import fused_linear
+from torch_paged.ops.glu import activation, glu
+from torch_paged.ops.rms_norm import add_rms_norm, rms_norm
+from torch_paged.ops.rotary_table import rotary_table
+
+
+class BoundPlan:
+    """A plan ready to run: ``bound(inputs) -> logits [num_rows, vocab_size]``."""
+
+    __slots__ = ("_program", "_result", "plan")
+
+    def __init__(self, plan: Plan, program: list[tuple[Call, tuple[str, ...]]]) -> None:
+        self.plan = plan
+        self._program = program
+        self._result = plan.result
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        values: Values = {}
+        for call, dead in self._program:
+            call(values, inputs)
+            for name in dead:
+                del values[name]
+        return values[self._result]
+
+
+def bind_plan(plan: Plan, binding: Binding) -> BoundPlan:
+    """Bind every instruction of `plan`; values are dropped after their last use."""
+    last_use = {name: i for i, ins in enumerate(plan.instructions) for name in ins.sources}
+    program = []
+    for index, instruction in enumerate(plan.instructions):
+        dead = tuple(n for n in dict.fromkeys(instruction.sources) if last_use[n] == index)
+        unread = tuple(
+            n for n in instruction.targets if n not in last_use and n != plan.result
+        )
+        program.append((_bind(instruction, plan.mode, binding), dead + unread))
+    return BoundPlan(plan, program)
+
+
+def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding: Binding) -> Call:
+    decode = mode == "decode"
+    match instruction:
+        case Embed():
+            return _bind_embed(instruction, decode, binding)
+        case RotaryTable():
+            return _bind_rotary(instruction, decode, binding)
+        case Norm():
+            return _bind_norm(instruction, decode)
+        case Linear():
+            return _bind_linear(instruction, decode)
+        case Attention():
+            if decode:
+                return bind_decode_attention(instruction, binding)
+            return bind_prefill_attention(instruction, binding)
+        case Glu():
+            return _bind_glu(instruction)
+        case Add():
+            return _bind_add(instruction)
+        case Activate():
+            return _bind_activate(instruction)
+        case SelectLast():
+            return _bind_select_last(instruction)
+        case LogitTransform():
+            return _bind_logit_transform(instruction)
+
+
+def _call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
+    """Call an opaque module with the rank it expects: [rows, 1, hidden] or [1, tokens, hidden]."""
+    if decode:
+        return lambda x: module(x.unsqueeze(1)).squeeze(1)
+    return lambda x: module(x.unsqueeze(0)).squeeze(0)
+
+
+def _bind_embed(ins: Embed, decode: bool, binding: Binding) -> Call:
+    module, target = ins.ref.module, ins.target
+    last_token = binding.state.last_token
+    if type(module) is not nn.Embedding and plain_slot(module).kind != "fused":
+        call = _call_module(module, decode)
+
+        def opaque(values: Values, inputs: StepInputs) -> None:
+            if inputs.embeddings is not None:
+                values[target] = inputs.embeddings
+                return
+            ids = last_token[inputs.slots.clamp(min=0)] if decode else inputs.ids
+            assert ids is not None
+            values[target] = call(ids)
+
+        return opaque
+    weight = module.weight.detach()
+    scale = float(torch.tensor(ins.scale, dtype=weight.dtype))
+
+    def own(values: Values, inputs: StepInputs) -> None:
+        if inputs.embeddings is not None:
+            values[target] = inputs.embeddings
+        elif decode:
+            values[target] = embed(last_token, inputs.slots, weight, scale=scale)
+        else:
+            assert inputs.ids is not None
+            values[target] = embed(inputs.ids, None, weight, scale=scale)
+
+    return own
+
+
+def inverse_frequencies(spec: RotarySpec) -> Tensor:
+    """Return the table [rotary_dim / 2] as float32, as transformers reads it."""
+    return getattr(spec.ref.module, spec.buffer).detach().float()
+
+
+def _bind_rotary(ins: RotaryTable, decode: bool, binding: Binding) -> Call:
+    inv_freq = inverse_frequencies(ins.spec)
+    scaling = ins.spec.scaling
+    cos, sin = ins.targets
+    positions = binding.state.positions
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        if decode:
+            values[cos], values[sin] = rotary_table(
+                positions, inputs.slots, inv_freq, scaling=scaling
+            )
+        else:
+            assert inputs.positions is not None
+            values[cos], values[sin] = rotary_table(
+                inputs.positions, None, inv_freq, scaling=scaling
+            )
+
+    return call
+
+
+def _bind_norm(ins: Norm, decode: bool) -> Call:
+    spec, source, target = ins.spec, ins.source, ins.target
+    module = spec.ref.module
+    if spec.kind != "rms" or plain_slot(module).kind != "fused":
+        # torch's own layer_norm sits in nn.LayerNorm: calling the module is calling it.
+        call = _call_module(module, decode)
+
+        def opaque(values: Values, inputs: StepInputs) -> None:
+            values[target] = call(values[source])
+
+        return opaque
+    weight, eps, offset, cast = gain(spec), spec.eps, spec.offset, spec.cast_before_gain
+    residual, summed = ins.residual, ins.summed
+    if residual is None or summed is None:
+
+        def plain(values: Values, inputs: StepInputs) -> None:
+            values[target] = rms_norm(
+                values[source], weight, eps=eps, offset=offset, cast_before_gain=cast
+            )
+
+        return plain
+
+    def added(values: Values, inputs: StepInputs) -> None:
+        values[target], values[summed] = add_rms_norm(
+            values[source], values[residual], weight, eps=eps, offset=offset, cast_before_gain=cast
+        )
+
+    return added
+
+
+def _bind_linear(ins: Linear, decode: bool) -> Call:
+    if ins.norm is not None or ins.activation is not None or ins.residual is not None:
+        return _bind_fused_linear(ins)
+    source, targets = ins.source, ins.targets
+    calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
+    for target, part in zip(targets, ins.parts, strict=True):
+        module = part.ref.module
+        if linear_slot(module).kind == "fused":
+            calls.append((target, _plain_linear(module)))
+        else:
+            calls.append((target, _call_module(module, decode)))
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        for target, linear in calls:
+            values[target] = linear(x)
+
+    return call
+
+
+def _plain_linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    linear = nn.functional.linear
+    return lambda x: linear(x, weight, bias)
+
+
+def _bind_fused_linear(ins: Linear) -> Call:
+    weights = [part.ref.module.weight.detach() for part in ins.parts]
+    biases = [
+        None if part.ref.module.bias is None else part.ref.module.bias.detach()
+        for part in ins.parts
+    ]
+    sizes = [weight.shape[0] for weight in weights]
+    source, targets, residual = ins.source, ins.targets, ins.residual
+    norm = ins.norm
+    weight = None if norm is None else gain(norm)
+    eps = 0.0 if norm is None else norm.eps
+    offset = 0.0 if norm is None else norm.offset
+    cast = True if norm is None else norm.cast_before_gain
+    act, gated = ins.activation or "", ins.gated
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        out = fused_linear(
+            values[source],
+            weights,
+            biases,
+            weight,
+            norm=norm is not None,
+            eps=eps,
+            norm_offset=offset,
+            cast_before_gain=cast,
+            residual=None if residual is None else values[residual],
+            activation=act,
+            gated=gated,
+        )
+        if len(targets) == 1:
+            values[targets[0]] = out
+        else:
+            values.update(zip(targets, out.split(sizes, dim=-1), strict=True))
+
+    return call
+
+
+def _bind_glu(ins: Glu) -> Call:
+    names, target, act = ins.projections, ins.target, ins.activation
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        if len(names) == 2:
+            gate, up = values[names[0]], values[names[1]]
+        else:
+            gate, up = values[names[0]].chunk(2, dim=-1)
+        values[target] = glu(gate, up, activation=act)
+
+    return call
+
+
+def _bind_add(ins: Add) -> Call:
+    left, right, target, multiplier = ins.left, ins.right, ins.target, ins.multiplier
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        added = values[right] if multiplier == 1.0 else values[right] * multiplier
+        values[target] = values[left] + added
+
+    return call
+
+
+def _bind_activate(ins: Activate) -> Call:
+    source, target, act = ins.source, ins.target, ins.activation
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        values[target] = activation(values[source], activation=act)
+
+    return call
+
+
+def _bind_select_last(ins: SelectLast) -> Call:
+    source, target = ins.source, ins.target
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        assert inputs.last_index is not None
+        values[target] = values[source].index_select(0, inputs.last_index)
+
+    return call
+
+
+def _bind_logit_transform(ins: LogitTransform) -> Call:
+    source, target, scale, softcap = ins.source, ins.target, ins.scale, ins.softcap
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        values[target] = _transform_logits(values[source], scale, softcap)
+
+    return call
+
+
+def _transform_logits(logits: Tensor, scale: float, softcap: float) -> Tensor:
+    if not math.isclose(scale, 1.0):
+        logits = logits * scale
+    return torch.tanh(logits / softcap) * softcap if softcap else logits

@@ -1,0 +1,161 @@
+"""Binding of attention instructions to the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
+from torch_paged.decoder.plan import Attention
+from torch_paged.decoder.spec import AttentionSpec
+from torch_paged.ops.paged_attention import fused_decode_attention, paged_prefill_attention
+from torch_paged.ops.rotary_cache_write import rotary_cache_write
+
+
+def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Values], tuple[Tensor, Tensor, Tensor]]:
+    """Return a reader of query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, Dv] views."""
+    hq, hkv, d, dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+    if spec.layout == "separate":
+        q, k, v = names
+
+        def separate(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = values[q], values[k], values[v]
+            rows = query.shape[0]
+            return query.view(rows, hq, d), key.view(rows, hkv, d), value.view(rows, hkv, dv)
+
+        return separate
+    (packed,) = names
+    if spec.layout == "concat":
+
+        def concat(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+            qkv = values[packed]
+            query, key, value = qkv.split((hq * d, hkv * d, hkv * dv), dim=-1)
+            rows = qkv.shape[0]
+            return query.view(rows, hq, d), key.view(rows, hkv, d), value.view(rows, hkv, dv)
+
+        return concat
+
+    def per_head(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = values[packed]
+        heads = qkv.view(qkv.shape[0], hkv, 2 * d + dv)
+        query, key, value = heads.split((d, d, dv), dim=-1)
+        # The kernels want heads next to each other; one copy of the step's few rows.
+        return query.contiguous(), key.contiguous(), value.contiguous()
+
+    return per_head
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadNorms:
+    """Per-head q/k norm folded into the attention op: gains and how they apply."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+    offset: float
+    cast: bool
+
+
+def _head_norms(spec: AttentionSpec) -> _HeadNorms:
+    if spec.q_norm is None or spec.k_norm is None or spec.qk_norm_full:
+        return _HeadNorms(None, None, 0.0, 0.0, True)
+    norm = spec.q_norm
+    return _HeadNorms(
+        gain(spec.q_norm), gain(spec.k_norm), norm.eps, norm.offset, norm.cast_before_gain
+    )
+
+
+def _sinks(spec: AttentionSpec) -> Tensor | None:
+    if spec.sinks is None:
+        return None
+    ref, name = spec.sinks
+    return getattr(ref.module, name).detach()
+
+
+def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
+    """One kernel: norm, rotary, cache write and attention of the rows of a decode step."""
+    spec, target, tables = ins.spec, ins.target, ins.tables
+    heads = _split_heads(spec, ins.projections)
+    norms, sinks = _head_norms(spec), _sinks(spec)
+    k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
+    state = binding.state
+    block_table, context_lens, counters = state.block_table, state.context_lens, state.counters
+    width = spec.num_heads * spec.v_head_dim
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        query, key, value = heads(values)
+        out = fused_decode_attention(
+            query,
+            key,
+            value,
+            None if tables is None else values[tables[0]],
+            None if tables is None else values[tables[1]],
+            k_cache,
+            v_cache,
+            block_table,
+            inputs.slots,
+            context_lens,
+            counters,
+            scale=spec.scale,
+            q_norm=norms.q,
+            k_norm=norms.k,
+            eps=norms.eps,
+            norm_offset=norms.offset,
+            cast_before_gain=norms.cast,
+            interleaved=spec.interleaved,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=sinks,
+        )
+        values[target] = out.view(out.shape[0], width)
+
+    return call
+
+
+def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
+    """Norm, rotary and cache write of packed prompts, then attention over the paged cache."""
+    spec, target, tables = ins.spec, ins.target, ins.tables
+    heads = _split_heads(spec, ins.projections)
+    norms, sinks = _head_norms(spec), _sinks(spec)
+    k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
+    block_table, context_lens = binding.state.block_table, binding.state.context_lens
+    width = spec.num_heads * spec.v_head_dim
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
+        query, key, value = heads(values)
+        rotary_cache_write(
+            query,
+            key,
+            value,
+            None if tables is None else values[tables[0]],
+            None if tables is None else values[tables[1]],
+            k_cache,
+            v_cache,
+            inputs.slot_mapping,
+            q_norm=norms.q,
+            k_norm=norms.k,
+            eps=norms.eps,
+            norm_offset=norms.offset,
+            cast_before_gain=norms.cast,
+            interleaved=spec.interleaved,
+        )
+        out = paged_prefill_attention(
+            query,
+            k_cache,
+            v_cache,
+            block_table,
+            inputs.slots,
+            inputs.cu_seqlens,
+            context_lens,
+            max_query_len=inputs.max_query_len,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=sinks,
+        )
+        values[target] = out.view(out.shape[0], width)
+
+    return call

@@ -1,0 +1,118 @@
+"""Peephole rules over plans: each looks at neighbouring instructions and merges them.
+
+A rule may only remove a value that nothing else reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
+from torch_paged.decoder.slots import linear_slot, plain_slot
+
+
+@dataclass(frozen=True, slots=True)
+class FusionProfile:
+    """Which rules apply: linears take their neighbours at small batch, norms take adds always."""
+
+    linears: bool
+    add_norm: bool = True
+
+
+Rule = Callable[[Instruction, Instruction, Counter[str]], "Instruction | None"]
+
+
+def fuse(plan: Plan, profile: FusionProfile) -> Plan:
+    """Return `plan` with the rules of `profile` applied until none fits."""
+    rules: list[Rule] = []
+    if profile.linears:
+        rules += [_norm_linear, _linear_glu, _linear_activation, _linear_residual]
+    if profile.add_norm:
+        rules += [_add_norm]
+    instructions = list(plan.instructions)
+    for rule in rules:
+        instructions = _apply(rule, instructions, plan.result)
+    return Plan(plan.mode, tuple(instructions))
+
+
+def _apply(rule: Rule, instructions: list[Instruction], result: str) -> list[Instruction]:
+    uses = Counter(source for i in instructions for source in i.sources)
+    uses[result] += 1
+    out: list[Instruction] = []
+    for instruction in instructions:
+        merged = rule(out[-1], instruction, uses) if out else None
+        if merged is None:
+            out.append(instruction)
+        else:
+            out[-1] = merged
+    return out
+
+
+def _fusable(linear: Linear) -> bool:
+    modules = [part.ref.module for part in linear.parts]
+    if any(linear_slot(module).kind != "fused" for module in modules):
+        return False
+    return len({module.weight.dtype for module in modules}) == 1
+
+
+def _norm_linear(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+    if not isinstance(first, Norm) or not isinstance(second, Linear):
+        return None
+    if first.residual is not None or second.source != first.target or uses[first.target] != 1:
+        return None
+    if first.spec.kind != "rms" or plain_slot(first.spec.ref.module).kind != "fused":
+        return None
+    if not _fusable(second) or not _same_dtype(first, second):
+        return None
+    return replace(second, source=first.source, norm=first.spec)
+
+
+def _same_dtype(norm: Norm, linear: Linear) -> bool:
+    gain = getattr(norm.spec.ref.module, "weight", None)
+    return gain is None or gain.dtype == linear.parts[0].ref.module.weight.dtype
+
+
+def _linear_glu(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+    if not isinstance(first, Linear) or not isinstance(second, Glu):
+        return None
+    if len(first.parts) != 2 or second.projections != first.targets or not _fusable(first):
+        return None
+    if any(uses[target] != 1 for target in first.targets):
+        return None
+    return replace(first, targets=(second.target,), activation=second.activation, gated=True)
+
+
+def _linear_activation(
+    first: Instruction, second: Instruction, uses: Counter[str]
+) -> Instruction | None:
+    if not isinstance(first, Linear) or not isinstance(second, Activate):
+        return None
+    if len(first.parts) != 1 or first.targets != (second.source,) or not _fusable(first):
+        return None
+    if first.activation is not None or uses[second.source] != 1:
+        return None
+    return replace(first, targets=(second.target,), activation=second.activation)
+
+
+def _linear_residual(
+    first: Instruction, second: Instruction, uses: Counter[str]
+) -> Instruction | None:
+    if not isinstance(first, Linear) or not isinstance(second, Add):
+        return None
+    if len(first.parts) != 1 or first.targets != (second.right,) or not _fusable(first):
+        return None
+    if first.activation is not None or second.multiplier != 1.0 or uses[second.right] != 1:
+        return None
+    return replace(first, targets=(second.target,), residual=second.left)
+
+
+def _add_norm(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+    if not isinstance(first, Add) or not isinstance(second, Norm):
+        return None
+    if second.source != first.target or second.residual is not None or first.multiplier != 1.0:
+        return None
+    if second.spec.kind != "rms" or plain_slot(second.spec.ref.module).kind != "fused":
+        return None
+    return replace(second, source=first.right, residual=first.left, summed=first.target)

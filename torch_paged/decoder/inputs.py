@@ -1,0 +1,54 @@
+"""What a bound plan reads besides the model's parameters, and the shape of its callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_paged.decoder.spec import NormSpec
+from torch_paged.decoder.state import SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one step; a decode step has `slots` only.
+
+    Attributes:
+        slots: [num_rows] int32 slot of each row, -1 for the padding rows of a bucket.
+        ids: [num_tokens] int64 packed prompt ids (or `embeddings` [num_tokens, hidden_size]).
+        positions: [num_tokens] int32 rotary positions.
+        cu_seqlens: [num_rows + 1] int32 bounds of the rows in the packing.
+        slot_mapping: [num_tokens] int64 flat cache index of each token.
+        last_index: [num_rows] int64 index of each row's last token in the packing.
+        max_query_len: tokens of the longest row.
+    """
+
+    slots: Tensor
+    ids: Tensor | None = None
+    embeddings: Tensor | None = None
+    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    last_index: Tensor | None = None
+    max_query_len: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a plan is bound to besides the model's parameters."""
+
+    state: SlotState
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+Values = dict[str, Tensor]
+Call = Callable[[Values, StepInputs], None]
+
+
+def gain(spec: NormSpec) -> Tensor | None:
+    """Return the norm's own weight, or None when it has none."""
+    weight = getattr(spec.ref.module, "weight", None)
+    return None if weight is None else weight.detach()

@@ -1,0 +1,370 @@
+"""The plan: a flat, printable list of op calls over named values, lowered from a spec.
+
+Lowering is plain; `fusion.fuse` then rewrites it with peephole rules, and `bind.bind_plan` turns
+it into callables over tensors. There is no model class and no flagged forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_paged.decoder.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    LinearSpec,
+    ModuleRef,
+    NormSpec,
+    RotarySpec,
+)
+
+Mode = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """target = embedding(token ids) * scale."""
+
+    ref: ModuleRef
+    target: str
+    scale: float = 1.0
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        scale = f" * {self.scale:g}" if self.scale != 1.0 else ""
+        return f"{self.target} = embed[{self.ref.name}](ids){scale}"
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """targets = cos and sin of the positions of this step."""
+
+    spec: RotarySpec
+    targets: tuple[str, str]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.targets)} = rotary_table[{self.spec.ref.name}](positions)"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """target = norm(source), or norm(source + residual) with the sum kept in `summed`."""
+
+    spec: NormSpec
+    source: str
+    target: str
+    residual: str | None = None
+    summed: str | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if self.residual is None else (self.source, self.residual)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,) if self.summed is None else (self.target, self.summed)
+
+    def __str__(self) -> str:
+        if self.residual is None:
+            return f"{self.target} = {self.spec.kind}_norm[{self.spec.ref.name}]({self.source})"
+        return (
+            f"{self.target}, {self.summed} = add_{self.spec.kind}_norm[{self.spec.ref.name}]"
+            f"({self.source}, {self.residual})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Projections of one source, with an optional norm prologue and one optional epilogue.
+
+    Without an epilogue there is a target for each part. `gated` combines (gate, up) into one
+    target; `activation` alone applies to a single part; `residual` is added to a single part.
+    """
+
+    parts: tuple[LinearSpec, ...]
+    source: str
+    targets: tuple[str, ...]
+    norm: NormSpec | None = None
+    activation: Activation | None = None
+    gated: bool = False
+    residual: str | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if self.residual is None else (self.source, self.residual)
+
+    def __str__(self) -> str:
+        names = " | ".join(part.ref.name for part in self.parts)
+        op = "linear" if self.norm is None else f"{self.norm.kind}_norm+linear"
+        if self.activation is not None:
+            op += f"+{self.activation}" + ("_glu" if self.gated else "")
+        if self.residual is not None:
+            op += "+add"
+        return f"{', '.join(self.targets)} = {op}[{names}]({', '.join(self.sources)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """target = paged attention; writes this step's keys and values into the cache of `layer`."""
+
+    spec: AttentionSpec
+    layer: int
+    projections: tuple[str, ...]
+    tables: tuple[str, str] | None
+    target: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.projections + (self.tables or ())
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        spec = self.spec
+        extras = [f"{spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim}"]
+        extras += ["qk_norm"] if spec.q_norm is not None and not spec.qk_norm_full else []
+        extras += [f"window={spec.window}"] if spec.window else []
+        extras += [f"softcap={spec.softcap:g}"] if spec.softcap else []
+        extras += ["sinks"] if spec.sinks else []
+        return f"{self.target} = attention[{self.layer}: {', '.join(extras)}]({', '.join(self.sources)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """target = left + multiplier * right."""
+
+    left: str
+    right: str
+    target: str
+    multiplier: float = 1.0
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.left, self.right)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        factor = "" if self.multiplier == 1.0 else f"{self.multiplier:g} * "
+        return f"{self.target} = {self.left} + {factor}{self.right}"
+
+
+@dataclass(frozen=True, slots=True)
+class Glu:
+    """target = act(gate) * up; `packed` when one source holds gate | up."""
+
+    projections: tuple[str, ...]
+    target: str
+    activation: Activation
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.projections
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        return f"{self.target} = {self.activation}_glu({', '.join(self.projections)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """target = act(source)."""
+
+    source: str
+    target: str
+    activation: Activation
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        return f"{self.target} = {self.activation}({self.source})"
+
+
+@dataclass(frozen=True, slots=True)
+class SelectLast:
+    """target = the last token of each row of a packed prefill."""
+
+    source: str
+    target: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        return f"{self.target} = last_token({self.source})"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """target = softcap(scale * source)."""
+
+    source: str
+    target: str
+    scale: float
+    softcap: float
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        return f"{self.target} = transform({self.source}, scale={self.scale:g}, cap={self.softcap:g})"
+
+
+Instruction = (
+    Embed
+    | RotaryTable
+    | Norm
+    | Linear
+    | Attention
+    | Add
+    | Glu
+    | Activate
+    | SelectLast
+    | LogitTransform
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Instructions in order; the last value written is the logits."""
+
+    mode: Mode
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def result(self) -> str:
+        return self.instructions[-1].targets[0]
+
+    def __str__(self) -> str:
+        return "\n".join(str(instruction) for instruction in self.instructions)
+
+
+def lower(spec: DecoderSpec, mode: Mode) -> Plan:
+    """Return the unfused plan of one step of `spec`.
+
+    Args:
+        mode: "decode" is one token a row, read from the slot state; "prefill" packed prompts.
+    """
+    instructions: list[Instruction] = [Embed(spec.embedding, "h", spec.embedding_scale)]
+    for index, rotary in enumerate(spec.rotaries):
+        instructions.append(RotaryTable(rotary, (f"cos{index}", f"sin{index}")))
+    hidden = "h"
+    for index, layer in enumerate(spec.layers):
+        body = _lower_layer(layer, index, hidden)
+        instructions.extend(body)
+        hidden = body[-1].targets[0]
+    instructions.extend(_lower_head(spec, mode, hidden))
+    return Plan(mode, tuple(instructions))
+
+
+def _lower_layer(layer: LayerSpec, index: int, hidden: str) -> list[Instruction]:
+    def name(value: str) -> str:
+        return f"{value}{index}"
+
+    out: list[Instruction] = []
+    normed = hidden
+    if layer.input_norm is not None:
+        normed = name("x")
+        out.append(Norm(layer.input_norm, hidden, normed))
+    mixed = _extend(out, _lower_attention(layer, index, normed))
+    if layer.post_attention_norm is not None:
+        out.append(Norm(layer.post_attention_norm, mixed, name("on")))
+        mixed = name("on")
+    multiplier = layer.residual_multiplier
+    out.append(Add(hidden, mixed, name("r"), multiplier))
+    entry = hidden if layer.parallel else name("r")
+    if layer.mlp_norm is not None:
+        out.append(Norm(layer.mlp_norm, entry, name("y")))
+        entry = name("y")
+    elif layer.parallel:
+        entry = normed
+    fed = _extend(out, _lower_mlp(layer, index, entry))
+    if layer.post_mlp_norm is not None:
+        out.append(Norm(layer.post_mlp_norm, fed, name("dn")))
+        fed = name("dn")
+    out.append(Add(name("r"), fed, name("h"), multiplier))
+    return out
+
+
+def _extend(out: list[Instruction], body: Iterator[Instruction]) -> str:
+    """Append `body` to `out` and return the first target of its last instruction."""
+    out.extend(body)
+    return out[-1].targets[0]
+
+
+def _lower_attention(layer: LayerSpec, index: int, source: str) -> Iterator[Instruction]:
+    spec = layer.attention
+    names = ("q", "k", "v") if spec.layout == "separate" else ("qkv",)
+    values = tuple(f"{n}{index}" for n in names)
+    yield Linear(spec.projections, source, values)
+    if spec.qk_norm_full:
+        if spec.layout != "separate" or spec.q_norm is None or spec.k_norm is None:
+            raise NotImplementedError("full-width q/k norm needs separate q and k projections")
+        yield Norm(spec.q_norm, values[0], f"qn{index}")
+        yield Norm(spec.k_norm, values[1], f"kn{index}")
+        values = (f"qn{index}", f"kn{index}", values[2])
+    tables = None if spec.rotary is None else (f"cos{spec.rotary}", f"sin{spec.rotary}")
+    yield Attention(spec, index, values, tables, f"a{index}")
+    yield Linear((spec.output,), f"a{index}", (f"o{index}",))
+
+
+def _lower_mlp(layer: LayerSpec, index: int, source: str) -> Iterator[Instruction]:
+    spec = layer.mlp
+    if spec.gated:
+        names = ("g", "u") if len(spec.inputs) == 2 else ("gu",)
+        values = tuple(f"{n}{index}" for n in names)
+        yield Linear(spec.inputs, source, values)
+        yield Glu(values, f"m{index}", spec.activation)
+    else:
+        yield Linear(spec.inputs, source, (f"u{index}",))
+        yield Activate(f"u{index}", f"m{index}", spec.activation)
+    yield Linear((spec.output,), f"m{index}", (f"d{index}",))
+
+
+def _lower_head(spec: DecoderSpec, mode: Mode, hidden: str) -> Iterator[Instruction]:
+    if mode == "prefill":
+        yield SelectLast(hidden, "last")
+        hidden = "last"
+    if spec.final_norm is not None:
+        yield Norm(spec.final_norm, hidden, "final")
+        hidden = "final"
+    yield Linear((spec.head,), hidden, ("logits",))
+    if spec.logit_scale != 1.0 or spec.logit_softcap:
+        yield LogitTransform("logits", "logits_out", spec.logit_scale, spec.logit_softcap)

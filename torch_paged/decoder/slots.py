@@ -1,0 +1,84 @@
+"""Slots of a plan: whether a module's arithmetic may be ours, or the module must be called.
+
+fused: ours, and open to the peephole rules. generic: ours, from a library op. opaque: the module
+found there is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+SlotKind = Literal["fused", "generic", "opaque"]
+
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class Slot(NamedTuple):
+    """How a module takes part in the plan, and why it is not fused when it is not."""
+
+    kind: SlotKind
+    why: str = ""
+
+
+def hook_dicts(module: nn.Module) -> list[dict[int, object]]:
+    """Return the live dictionaries that hold the hooks of `module`."""
+    return [getattr(module, name) for name in _HOOK_DICTS]
+
+
+def _no_hook_ignored(hook: object) -> bool:
+    return False
+
+
+def override_reason(
+    module: nn.Module, ignore_hook: Callable[[object], bool] = _no_hook_ignored
+) -> str:
+    """Say what makes calling `module` differ from its class's forward, or return ""."""
+    if "forward" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if hasattr(module, "_hf_hook"):
+        return "it has an accelerate hook"
+    if any(not ignore_hook(hook) for hooks in hook_dicts(module) for hook in hooks.values()):
+        return "it has hooks"
+    if hasattr(module, "parametrizations"):
+        return "it is parametrized"
+    return ""
+
+
+def _parameter_reason(module: nn.Module) -> str:
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter.data) is not torch.Tensor:
+            return f"its {name} is a {type(parameter.data).__name__}"
+        if not parameter.is_floating_point():
+            return f"its {name} holds {parameter.dtype}"
+    return ""
+
+
+def linear_slot(module: nn.Module) -> Slot:
+    """Fused only for a plain nn.Linear over plain floating tensors, without hooks."""
+    if type(module) is not nn.Linear:
+        return Slot("opaque", f"it is a {type(module).__name__}")
+    reason = override_reason(module) or _parameter_reason(module)
+    if not reason and module.weight.stride(-1) != 1:
+        reason = "its weight is not contiguous"
+    return Slot("opaque", reason) if reason else Slot("fused")
+
+
+def plain_slot(module: nn.Module) -> Slot:
+    """Fused for a module whose class is known to the family row, if nothing overrides it."""
+    reason = override_reason(module) or _parameter_reason(module)
+    if reason:
+        return Slot("opaque", reason)
+    if isinstance(module, nn.LayerNorm):
+        return Slot("generic", "torch's layer_norm")
+    return Slot("fused")

@@ -1,0 +1,160 @@
+"""What a family is: typed blocks that describe one decoder, without any behaviour.
+
+`patches/` reads a Hugging Face model into a `DecoderSpec`; `plan.lower` turns it into op calls.
+Specs hold references to modules, never to parameters: parameters may be replaced between runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRef:
+    """A module of the user's model and its dotted name there."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A normalisation over the last dimension.
+
+    Attributes:
+        ref: the module; its `weight` (and `bias` for layer norm) may be absent.
+        kind: "rms" or "layer".
+        offset: added to the gain in float32 (1.0 for Gemma).
+        cast_before_gain: True for ``w * x_hat.to(dtype)``, False for ``(w * x_hat).to(dtype)``.
+    """
+
+    ref: ModuleRef
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+    cast_before_gain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A projection held by one module: ``y = x @ weight.T + bias``."""
+
+    ref: ModuleRef
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """One table of rotary angles shared by the layers that name it.
+
+    Attributes:
+        ref: the module that owns `inv_freq`.
+        buffer: the name of the float buffer [rotary_dim / 2] in that module.
+        scaling: factor on cos and sin (`attention_scaling` in transformers).
+    """
+
+    ref: ModuleRef
+    buffer: str
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Softmax attention with a paged cache.
+
+    Attributes:
+        projections: (q, k, v) held by three modules, or one module that holds all of them.
+        layout: how one module holds them: "separate" (three modules), "concat" (q | k | v) or
+            "per_head" (q, k, v of head 0, then of head 1, ...).
+        scale: factor on the scores before the softcap.
+        window: a query at i sees keys in (i - window, i]; 0 means all of them.
+        softcap: ``c * tanh(score / c)`` when above 0.
+        rotary: index into `DecoderSpec.rotaries`, or None for no rotary embedding.
+        interleaved: rotary turns pairs (0, 1), (2, 3), ... instead of the two halves.
+        qk_norm_full: q and k are normalised over the whole projection, not per head.
+        sinks: module and attribute of the learned sink logits [num_heads].
+    """
+
+    projections: tuple[LinearSpec, ...]
+    layout: Literal["separate", "concat", "per_head"]
+    output: LinearSpec
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    rotary: int | None
+    interleaved: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    qk_norm_full: bool = False
+    sinks: tuple[ModuleRef, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """A feed-forward block.
+
+    Attributes:
+        inputs: (gate, up) in two modules, one module that holds both (gate | up), or, when not
+            `gated`, the single up projection.
+    """
+
+    inputs: tuple[LinearSpec, ...]
+    output: LinearSpec
+    activation: Activation
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer.
+
+    The residual stream h becomes, for the sequential topology (any norm may be None)::
+
+        h = h + m * post_attention_norm(attention(input_norm(h)))
+        h = h + m * post_mlp_norm(mlp(mlp_norm(h)))
+
+    and for the parallel one ``h + attention(input_norm(h)) + mlp(mlp_norm(h))``, where `mlp_norm`
+    None means that both branches share `input_norm`. m is `residual_multiplier`.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    input_norm: NormSpec | None
+    mlp_norm: NormSpec | None
+    post_attention_norm: NormSpec | None = None
+    post_mlp_norm: NormSpec | None = None
+    parallel: bool = False
+    residual_multiplier: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole causal LM from token ids to logits.
+
+    Attributes:
+        embedding_scale: factor on the embeddings, rounded to their dtype as the family does it.
+        logit_scale: factor on the logits.
+        logit_softcap: ``c * tanh(logit / c)`` when above 0.
+    """
+
+    family: str
+    embedding: ModuleRef
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    head: LinearSpec
+    rotaries: tuple[RotarySpec, ...]
+    hidden_size: int
+    vocab_size: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0

@@ -1,0 +1,164 @@
+"""Device-resident state of the decode loop: static tensors addressed through slot indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_paged.ops.advance import advance
+
+DEFAULT_EOS_IDS = 8
+DEFAULT_RING = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What a row needs before its first sampled token.
+
+    Attributes:
+        slot: its slot.
+        num_tokens: tokens that the prefill leaves in the cache.
+        max_new_tokens: the row finishes with this many sampled tokens.
+        eos_ids: ids that finish the row.
+        pad_token: emitted after the end, or -1 to go on with real tokens.
+    """
+
+    slot: int
+    num_tokens: int
+    max_new_tokens: int
+    eos_ids: Sequence[int]
+    pad_token: int
+
+
+class SlotState:
+    """State tensors for `max_num_seqs` slots on `device`; shapes as in the attribute comments."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        max_kv_heads: int,
+        device: torch.device,
+        *,
+        num_eos_ids: int = DEFAULT_EOS_IDS,
+        ring: int = DEFAULT_RING,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.device = device
+        # Made under inference_mode, they could not be written outside of it.
+        with torch.inference_mode(False):
+            self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            self.num_generated = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            self.max_new_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            self.finished = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+            self.eos_ids = torch.full(
+                (max_num_seqs, num_eos_ids), -1, dtype=torch.int64, device=device
+            )
+            self.pad_token = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
+            self.output = torch.zeros((ring, max_num_seqs), dtype=torch.int64, device=device)
+            self.num_unfinished = torch.zeros(1, dtype=torch.int32, device=device)
+            # [max_num_seqs, max_blocks] block ids
+            self.block_table = torch.zeros(
+                (max_num_seqs, max_blocks), dtype=torch.int32, device=device
+            )
+            # Zero between kernels; each attention kernel leaves it so.
+            self.counters = torch.zeros(
+                max_num_seqs * max_kv_heads, dtype=torch.int32, device=device
+            )
+
+    @property
+    def ring(self) -> int:
+        """Steps that `output` holds before it wraps."""
+        return self.output.shape[0]
+
+    @property
+    def num_eos_ids(self) -> int:
+        return self.eos_ids.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
+
+    def start_rows(self, rows: Sequence[RowStart], positions: Tensor) -> None:
+        """Reset the slots of `rows` as if their last prompt token had just been fed.
+
+        `advance` then counts the first sampled token like any other: it adds one to
+        `context_lens` and `positions`, so both start one short.
+
+        Args:
+            positions: [num_rows] rotary position of each row's last prompt token.
+        """
+        eos = [list(r.eos_ids) + [-1] * (self.num_eos_ids - len(r.eos_ids)) for r in rows]
+        slots = [r.slot for r in rows]
+        ints = [
+            [r.num_tokens - 1 for r in rows],
+            [r.max_new_tokens for r in rows],
+            [r.pad_token for r in rows],
+            slots,
+        ]
+        packed = _to_device(torch.tensor(ints + list(zip(*eos, strict=True))), self.device)
+        index = packed[3]
+        self.context_lens[index] = packed[0].to(torch.int32)
+        self.positions[index] = positions.to(torch.int32)
+        self.max_new_tokens[index] = packed[1].to(torch.int32)
+        self.pad_token[index] = packed[2]
+        self.eos_ids[index] = packed[4:].T
+        self.num_generated[index] = 0
+        self.finished[index] = False
+
+    def advance(self, tokens: Tensor, slots: Tensor) -> None:
+        """Append `tokens` [num_rows] int64 to the rows of `slots` [num_rows] int32."""
+        advance(
+            tokens,
+            slots,
+            self.last_token,
+            self.positions,
+            self.context_lens,
+            self.num_generated,
+            self.max_new_tokens,
+            self.finished,
+            self.eos_ids,
+            self.pad_token,
+            self.output,
+            self.num_unfinished,
+        )
+
+    def set_prefix(self, slots: Sequence[int], num_cached: Sequence[int]) -> None:
+        """Set `context_lens` of `slots` to the tokens already cached, before a prefill chunk."""
+        packed = _to_device(torch.tensor([list(slots), list(num_cached)]), self.device)
+        self.context_lens[packed[0]] = packed[1].to(torch.int32)
+
+    def widen_block_table(self, max_blocks: int) -> None:
+        """Give every row of the table `max_blocks` columns; the tensor is a new one."""
+        with torch.inference_mode(False):
+            wide = torch.zeros(
+                (self.max_num_seqs, max_blocks), dtype=torch.int32, device=self.device
+            )
+            wide[:, : self.block_table.shape[1]].copy_(self.block_table)
+        self.block_table = wide
+
+    def write_blocks(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Write block ids into the table: (slot, first column, ids) each."""
+        rows: list[int] = []
+        columns: list[int] = []
+        ids: list[int] = []
+        for slot, first, block_ids in updates:
+            rows += [slot] * len(block_ids)
+            columns += range(first, first + len(block_ids))
+            ids += block_ids
+        if not ids:
+            return
+        packed = _to_device(torch.tensor([rows, columns, ids]), self.device)
+        self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

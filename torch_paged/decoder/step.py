@@ -1,0 +1,131 @@
+"""The step of a decoder: bound plans for prefill and for decode at small and large batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_paged.cache.pool import LayerShape
+from torch_paged.decoder.bind import BoundPlan, bind_plan
+from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.inputs import Binding, StepInputs
+from torch_paged.decoder.plan import Mode, Plan, lower
+from torch_paged.decoder.slots import SlotKind, linear_slot, plain_slot
+from torch_paged.decoder.spec import DecoderSpec
+from torch_paged.decoder.watch import ModuleWatch, spec_modules
+
+# Past this many rows cuBLAS wins over the fused linear kernels (see benchmarks/ops_linear.py).
+FUSED_LINEAR_MAX_ROWS = 64
+
+
+class SlotRow(NamedTuple):
+    """One row of the report: a module, how it takes part, and why it is not fused."""
+
+    name: str
+    kind: SlotKind
+    why: str
+
+
+class DecoderStep:
+    """Runs the plans of one spec over one cache binding; rebinds when the weights moved.
+
+    Args:
+        root: the model, watched for replaced modules, hooks and moved parameters.
+        spec: what `patches` read from it.
+        fuse_linears: None fuses on CUDA at up to `FUSED_LINEAR_MAX_ROWS` rows; a bool forces it.
+    """
+
+    def __init__(
+        self, root: nn.Module, spec: DecoderSpec, *, fuse_linears: bool | None = None
+    ) -> None:
+        self.spec = spec
+        self.watch = ModuleWatch(root, spec)
+        self._fuse_linears = fuse_linears
+        self._binding: Binding | None = None
+        self._bound: dict[tuple[Mode, bool], BoundPlan] = {}
+        self._key: tuple[object, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the residual stream, and of the cache unless configured otherwise."""
+        return self.spec.embedding.module.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.spec.embedding.module.weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """Cache shape of every layer."""
+        return tuple(
+            LayerShape(a.num_kv_heads, a.head_dim, a.v_head_dim)
+            for a in (layer.attention for layer in self.spec.layers)
+        )
+
+    def bind(self, binding: Binding) -> None:
+        """Use these state and cache tensors from now on."""
+        self._binding = binding
+        self._bound.clear()
+
+    def unbind(self) -> None:
+        """Forget the binding and every tensor that it kept alive."""
+        self._binding = None
+        self._bound.clear()
+
+    def refresh(self) -> bool:
+        """Rebind if parameters moved since the last run, and say whether they had."""
+        key = self.watch.storage_key()
+        moved = key != self._key
+        if moved:
+            self._key = key
+            self._bound.clear()
+        return moved
+
+    @property
+    def storage_key(self) -> tuple[object, ...]:
+        """Data pointers of the parameters as of the last `refresh`."""
+        return self._key
+
+    def plan(self, mode: Mode, num_rows: int) -> Plan:
+        """Return the plan that serves `num_rows` rows in `mode`."""
+        return fuse(lower(self.spec, mode), FusionProfile(self._fuses(mode, num_rows)))
+
+    def _fuses(self, mode: Mode, num_rows: int) -> bool:
+        if mode == "prefill":
+            return False
+        if self._fuse_linears is not None:
+            return self._fuse_linears
+        return self.device.type == "cuda" and num_rows <= FUSED_LINEAR_MAX_ROWS
+
+    def _bound_plan(self, mode: Mode, num_rows: int) -> BoundPlan:
+        key = (mode, self._fuses(mode, num_rows))
+        bound = self._bound.get(key)
+        if bound is None:
+            if self._binding is None:
+                raise RuntimeError("DecoderStep.bind must be called before a step runs")
+            bound = self._bound[key] = bind_plan(self.plan(mode, num_rows), self._binding)
+        return bound
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        """Run packed prompt chunks; returns logits [num_rows, vocab_size] of the last tokens."""
+        return self._bound_plan("prefill", inputs.slots.shape[0])(inputs)
+
+    def decode(self, slots: Tensor) -> Tensor:
+        """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
+        return self._bound_plan("decode", slots.shape[0])(StepInputs(slots))
+
+    def slot_rows(self) -> Sequence[SlotRow]:
+        """Describe every module of the plan for the report."""
+        rows = []
+        for ref in spec_modules(self.spec):
+            linear = isinstance(ref.module, nn.Linear) or hasattr(ref.module, "base_layer")
+            slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
+            rows.append(SlotRow(ref.name, slot.kind, slot.why))
+        return rows

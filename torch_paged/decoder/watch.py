@@ -1,0 +1,77 @@
+"""Watching the modules of a spec: what changed since a plan was bound.
+
+All three questions are asked before every run, so they are answered from flat lists.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torch_paged.decoder.slots import hook_dicts
+from torch_paged.decoder.spec import DecoderSpec, ModuleRef
+
+
+def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
+    """Return every module that the spec names, once each, in order."""
+    refs = [spec.embedding, *(r.ref for r in spec.rotaries), spec.head.ref]
+    norms = [spec.final_norm]
+    for layer in spec.layers:
+        attention = layer.attention
+        refs += [p.ref for p in (*attention.projections, attention.output)]
+        refs += [p.ref for p in (*layer.mlp.inputs, layer.mlp.output)]
+        refs += [attention.sinks[0]] if attention.sinks else []
+        norms += [layer.input_norm, layer.mlp_norm, layer.post_attention_norm]
+        norms += [layer.post_mlp_norm, attention.q_norm, attention.k_norm]
+    refs += [norm.ref for norm in norms if norm is not None]
+    return list({id(ref.module): ref for ref in refs}.values())
+
+
+class ModuleWatch:
+    """Snapshot of the modules and tensors that a plan was built on.
+
+    Args:
+        root: the model that owns the modules; kept only through its module tree's dictionaries.
+        spec: the spec read from it.
+    """
+
+    def __init__(self, root: nn.Module, spec: DecoderSpec) -> None:
+        refs = spec_modules(spec)
+        owned = {id(ref.module) for ref in refs}
+        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._call_dicts: list[dict[str, object]] = []
+        self._hook_dicts: list[dict[int, object]] = []
+        self._tensors: list[tuple[dict[str, Tensor | None], str]] = []
+        for parent in root.modules():
+            for name, child in parent._modules.items():
+                if child is not None:
+                    self._children.append((parent._modules, name, child))
+            # The root's own forward and hooks concern HF's call, which generate() also makes.
+            self._call_dicts.append(parent.__dict__)
+            self._hook_dicts += hook_dicts(parent)
+            if id(parent) in owned:
+                for store in (parent._parameters, parent._buffers):
+                    self._tensors += [(store, n) for n, t in store.items() if t is not None]
+        self._seen_structure = self._structure()
+
+    def _structure(self) -> tuple[object, ...]:
+        patched = tuple(i for i, d in enumerate(self._call_dicts) if "forward" in d)
+        hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
+        hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
+        return patched, hooked, hook_ids
+
+    def structure_changed(self) -> bool:
+        """Say whether a module was replaced, or hooks or an instance forward came or went."""
+        if any(store.get(name) is not child for store, name, child in self._children):
+            return True
+        return self._structure() != self._seen_structure
+
+    def storage_key(self) -> tuple[object, ...]:
+        """Return data pointers, dtypes and shapes of all tensors: equal keys may share a graph."""
+        key: list[object] = []
+        for store, name in self._tensors:
+            tensor = store.get(name)
+            if tensor is None:
+                key.append(None)
+            else:
+                key += (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        return tuple(key)

@@ -1,0 +1,1 @@
+"""Requests, scheduling and the decode loop over any step model."""

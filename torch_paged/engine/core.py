@@ -1,0 +1,230 @@
+"""What all doors share: slot state, block allocator, KV pool, graphs and the runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.pool import KVPool
+from torch_paged.config import Config
+from torch_paged.decoder.inputs import Binding
+from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
+from torch_paged.engine.protocols import StepModel
+from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
+from torch_paged.graphs.buckets import default_buckets
+from torch_paged.graphs.capture import GraphCache, GraphPool
+
+logger = logging.getLogger("torch_paged")
+
+# Weights that move this many runs in a row are not worth capturing for.
+_MAX_MOVES = 3
+_UNBOUND = (-1, -1)
+# A pool that must copy to grow does so in few, large steps.
+_GROWTH_FACTOR = 1.5
+_MIN_GROWTH_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals for `stats()`."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class EngineCore:
+    """Owns the device state of one model; not thread-safe, callers hold the model's lock.
+
+    Args:
+        step: the model's step.
+        config: validated configuration.
+        max_model_len: tokens that a block table row starts out with room for.
+    """
+
+    def __init__(self, step: StepModel, config: Config, max_model_len: int) -> None:
+        self.step = step
+        self.config = config
+        self.counters = Counters()
+        self._device = step.device
+        self.max_model_len = max_model_len
+        self._kv_dtype = (
+            step.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+        )
+        self._state: SlotState | None = None
+        self._pool: KVPool | None = None
+        self._bound = _UNBOUND
+        self._graphs: GraphCache[Tensor | None] | None = None
+        self._runner: Runner | None = None
+        self._allocator: BlockAllocator | None = None
+        self._moves_in_a_row = 0
+
+    @property
+    def state(self) -> SlotState:
+        assert self._state is not None, "prepare() comes first"
+        return self._state
+
+    @property
+    def pool(self) -> KVPool:
+        assert self._pool is not None, "prepare() comes first"
+        return self._pool
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        assert self._allocator is not None, "prepare() comes first"
+        return self._allocator
+
+    @property
+    def graphs(self) -> GraphCache[Tensor | None] | None:
+        """The graphs held now, None before the first capture or without CUDA graphs."""
+        return self._graphs
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self._pool is None else self._pool.num_blocks
+
+    @property
+    def device(self) -> torch.device:
+        return self.step.device
+
+    @property
+    def bound_device(self) -> torch.device:
+        """Device for which this core was made."""
+        return self._device
+
+    def prepare(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
+        """Make state and pool large enough for a batch, and notice moved weights.
+
+        Args:
+            num_seqs: rows that run at the same time.
+            max_tokens: longest sequence of the batch, prompt included.
+            num_eos_ids: most end tokens of any row.
+        """
+        if self._pool is None:
+            self._pool = KVPool(
+                self.step.layer_shapes,
+                self.config.block_size,
+                self._kv_dtype,
+                self.device,
+                max_bytes=self._max_pool_bytes(),
+            )
+            self._allocator = BlockAllocator(0)
+        self._prepare_state(num_seqs, max_tokens, num_eos_ids)
+        moved = self.step.refresh()
+        self._moves_in_a_row = self._moves_in_a_row + 1 if moved else 0
+        if moved:
+            self._drop_graphs()
+        if self._moves_in_a_row == _MAX_MOVES:
+            logger.warning(
+                "the model's parameters moved %d calls in a row; decoding without CUDA graphs "
+                "until they stay in place",
+                _MAX_MOVES,
+            )
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Grow the pool by at least `num_blocks`; False when its limit does not allow that."""
+        pool = self.pool
+        least = pool.num_blocks + num_blocks
+        floor = -(-_MIN_GROWTH_BYTES // pool.block_bytes)
+        wanted = max(least, min(pool.num_blocks + floor, int(pool.num_blocks * _GROWTH_FACTOR)))
+        for target in (wanted, least):
+            try:
+                pool.grow(target)
+            except (RuntimeError, ValueError) as error:  # our limit, or the device's
+                logger.debug("cannot grow the KV pool to %d blocks: %s", target, error)
+                continue
+            self.allocator.grow(pool.num_blocks)
+            return True
+        return False
+
+    def runner(self) -> Runner:
+        """Return the runner for the next launch, rebound if the pool has moved."""
+        pool = self.pool
+        if self._bound[0] != pool.generation:
+            self._drop_graphs()
+        if self._bound != (pool.generation, pool.num_blocks):
+            self._bind()
+        captured = (
+            self.device.type == "cuda"
+            and self.config.cuda_graphs
+            and self._moves_in_a_row < _MAX_MOVES
+        )
+        if captured and not isinstance(self._runner, CapturedRunner):
+            if self._graphs is None:
+                self._graphs = GraphCache(GraphPool(self.device))
+            buckets = self.config.batch_buckets or default_buckets(self.state.max_num_seqs)
+            self._runner = CapturedRunner(self.step, self.state, self._graphs, buckets)
+        elif not captured and type(self._runner) is not EagerRunner:
+            self._runner = EagerRunner(self.step, self.state)
+        assert self._runner is not None
+        return self._runner
+
+    def eager_runner(self) -> Runner:
+        """Return a runner that captures nothing, for the current binding."""
+        self.runner()
+        return EagerRunner(self.step, self.state)
+
+    def release(self) -> None:
+        """Give back the KV pool, the graphs and the slot state."""
+        self._drop_graphs()
+        self._graphs = None
+        if self._pool is not None:
+            self._pool.release()
+        self._pool = self._allocator = self._state = None
+        self._runner = None
+        self._bound = _UNBOUND
+        self.step.unbind()
+
+    def ensure_columns(self, num_tokens: int) -> None:
+        """Make the block table wide enough for rows of `num_tokens`; widening recaptures."""
+        columns = -(-num_tokens // self.config.block_size)
+        if columns > self.state.block_table.shape[1]:
+            self.state.widen_block_table(2 * columns)
+            self._drop_graphs()
+            self._bound = _UNBOUND
+
+    def _prepare_state(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
+        max_blocks = -(-max(max_tokens, self.max_model_len) // self.config.block_size)
+        num_seqs = max(num_seqs, self.config.max_num_seqs)
+        num_eos_ids = max(num_eos_ids, DEFAULT_EOS_IDS)
+        old = self._state
+        if old is not None:
+            if (
+                old.max_num_seqs >= num_seqs
+                and old.block_table.shape[1] >= max_blocks
+                and old.num_eos_ids >= num_eos_ids
+            ):
+                return
+            num_seqs = max(num_seqs, old.max_num_seqs)
+            max_blocks = max(max_blocks, old.block_table.shape[1])
+            num_eos_ids = max(num_eos_ids, old.num_eos_ids)
+        kv_heads = max(shape.num_kv_heads for shape in self.step.layer_shapes)
+        self._state = SlotState(
+            num_seqs, max_blocks, kv_heads, self.device, num_eos_ids=num_eos_ids
+        )
+        self._bound = _UNBOUND
+
+    def _bind(self) -> None:
+        # A pool that grew in place has new tensor objects over the same addresses: graphs stay.
+        pool = self.pool
+        self.step.bind(Binding(self.state, tuple(pool.keys), tuple(pool.values)))
+        self._bound = (pool.generation, pool.num_blocks)
+
+    def _drop_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._runner = None
+
+    def _max_pool_bytes(self) -> int | None:
+        limit = self.config.kv_cache_memory
+        if isinstance(limit, int) or self.device.type != "cuda":
+            return limit if isinstance(limit, int) else None
+        free, total = torch.cuda.mem_get_info(self.device)
+        if limit is not None:
+            return int(limit * total)
+        used = total - free
+        return max(int(self.config.gpu_memory_utilization * total) - used, 0)

@@ -1,0 +1,85 @@
+"""The rows that decode, and the step at which each of them next needs attention."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from heapq import heappop, heappush
+
+from torch_paged.engine.request import Request
+
+# (step, arrival, decode_since, request_id)
+_Appointment = tuple[int, int, int, Hashable]
+
+
+class DecodeClock:
+    """Count the steps instead of the tokens of every row.
+
+    All rows decode one token a step, so a row's own counters stand still meanwhile: it has
+    decoded as many tokens as steps have passed since it started. The step at which it reaches its
+    length limit is known then, and so is the step at which its blocks are full. Both wait in a
+    heap, and a step in which nothing is due costs nothing.
+
+    Attributes:
+        step: number of the next step.
+        rows: the decoding rows by request id.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.step = 0
+        self.rows: dict[Hashable, Request] = {}
+        self._block_size = block_size
+        # An appointment counts only while its row is in the decoding period that made it.
+        self._endings: list[_Appointment] = []
+        self._growths: list[_Appointment] = []
+
+    def start(self, request: Request) -> None:
+        """Let a row decode from the next step on."""
+        request.decode_since = self.step
+        self.rows[request.request_id] = request
+        tokens_left = request.max_new_tokens - request.num_output_tokens
+        self._appoint(self._endings, self.step + tokens_left, request)
+        self.watch_blocks(request)
+
+    def stop(self, request: Request) -> None:
+        """Bring the counters of a row up to date and forget it."""
+        decoded = self.num_decoded(request)
+        request.num_computed_tokens += decoded
+        request.num_output_tokens += decoded
+        request.decode_since = -1
+        del self.rows[request.request_id]
+
+    def num_decoded(self, request: Request) -> int:
+        """Tokens decoded since the row started; 0 for a request that does not decode."""
+        if request.decode_since < 0:
+            return 0
+        tokens_left = request.max_new_tokens - request.num_output_tokens
+        return min(self.step - request.decode_since, tokens_left)
+
+    def watch_blocks(self, request: Request) -> None:
+        """Have a row come up in `rows_to_grow` when the blocks that it has now are full."""
+        capacity = len(request.block_ids) * self._block_size
+        if capacity < request.max_kv_tokens:
+            full = request.decode_since + capacity - request.num_computed_tokens
+            self._appoint(self._growths, full, request)
+
+    def ended_rows(self) -> Iterator[Request]:
+        """Rows that have reached their length limit, each once."""
+        return self._due(self._endings, self.step)
+
+    def rows_to_grow(self, num_steps: int) -> Iterator[Request]:
+        """Rows whose blocks do not last for the next `num_steps` steps, each once."""
+        return self._due(self._growths, self.step + num_steps - 1)
+
+    def _appoint(self, heap: list[_Appointment], step: int, request: Request) -> None:
+        # The id, not the request: an appointment may outlive its row by a long time.
+        heappush(heap, (step, request.arrival, request.decode_since, request.request_id))
+
+    def _due(self, heap: list[_Appointment], step: int) -> Iterator[Request]:
+        while heap and heap[0][0] <= step:
+            _, *made_for, request_id = heappop(heap)
+            request = self.rows.get(request_id)
+            if request is not None and made_for == [request.arrival, request.decode_since]:
+                yield request
+
+
+__all__ = ["DecodeClock"]

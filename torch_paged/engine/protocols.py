@@ -1,0 +1,50 @@
+"""What the engine needs of a step; `decoder.step.DecoderStep` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_paged.cache.pool import LayerShape
+from torch_paged.decoder.inputs import Binding, StepInputs
+
+
+class StepModel(Protocol):
+    """A model that computes logits from slot state and a paged cache."""
+
+    @property
+    def layer_shapes(self) -> Sequence[LayerShape]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def storage_key(self) -> tuple[object, ...]:
+        """Equal for two runs that may share a captured graph."""
+        ...
+
+    def bind(self, binding: Binding) -> None:
+        """Use these state and cache tensors from now on."""
+        ...
+
+    def unbind(self) -> None:
+        """Forget the binding and every tensor that it kept alive."""
+        ...
+
+    def refresh(self) -> bool:
+        """Notice parameters that moved since the last run; say whether any did."""
+        ...
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        """Return logits [num_rows, vocab_size] of the last token of each packed row."""
+        ...
+
+    def decode(self, slots: Tensor) -> Tensor:
+        """Return logits [num_rows, vocab_size]; writes the cache, not the slot state."""
+        ...

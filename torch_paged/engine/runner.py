@@ -1,0 +1,172 @@
+"""Two runners over one state: every launch of a step goes through one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.state import SlotState
+from torch_paged.engine.protocols import StepModel
+from torch_paged.engine.sampler import Sampler
+from torch_paged.graphs.buckets import pick_bucket, split_batch
+from torch_paged.graphs.capture import GraphCache
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The live rows of a step: their slots, on the host and as [num_rows] int32 on the device."""
+
+    slots: tuple[int, ...]
+    index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class Runner(Protocol):
+    """Launches steps; nothing here waits for the device."""
+
+    def decode(self, rows: Rows, sampler: Sampler) -> None:
+        """Run one whole step of `rows`: forward, sample, advance."""
+        ...
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Run the forward of one step; logits [num_rows, vocab_size], valid until the next."""
+        ...
+
+
+def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
+    """Put the slots of a batch on the device."""
+    return Rows(tuple(slots), torch.tensor(list(slots), dtype=torch.int32, device=device))
+
+
+class EagerRunner:
+    """Launches the ops of a step one by one, on any device."""
+
+    def __init__(self, step: StepModel, state: SlotState) -> None:
+        self._step = step
+        self._state = state
+
+    def decode(self, rows: Rows, sampler: Sampler) -> None:
+        self._state.advance(sampler(self._step.decode(rows.index)), rows.index)
+
+    def logits(self, rows: Rows) -> Tensor:
+        return self._step.decode(rows.index)
+
+
+class CapturedRunner:
+    """Replays a step as one CUDA graph per batch bucket, captured on first use.
+
+    A sampler that must see exactly the live rows is a graph of its own, behind the one of the
+    forward; so is the joint sampler of a batch above the largest bucket.
+    """
+
+    def __init__(
+        self,
+        step: StepModel,
+        state: SlotState,
+        graphs: GraphCache[Tensor | None],
+        buckets: Sequence[int],
+    ) -> None:
+        self._step = step
+        self._state = state
+        self._graphs = graphs
+        self._buckets = tuple(buckets)
+        with torch.inference_mode(False):
+            # Slots of the bucket rows, read by the graphs; padding rows stay -1.
+            self._static = {
+                size: torch.full((size,), -1, dtype=torch.int32, device=state.device)
+                for size in self._buckets
+            }
+        self._loaded: dict[int, tuple[int, ...]] = {}
+        self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+
+    def decode(self, rows: Rows, sampler: Sampler) -> None:
+        bucket = pick_bucket(len(rows), self._buckets)
+        if bucket is None or not sampler.any_rows:
+            self._sample(self.logits(rows), rows, sampler)
+            return
+        slots, state, step = self._static[bucket], self._state, self._step
+
+        def whole_step() -> None:
+            state.advance(sampler(step.decode(slots)), slots)
+
+        key = ("step", bucket, sampler.key)
+        if key not in self._graphs:
+            # Padding rows write nothing, so the warm-up of a step over them is harmless.
+            self._unload(bucket)
+            self._graphs.capture(key, whole_step, warmup=whole_step)
+        self._load(bucket, rows.slots, rows.index)
+        self._graphs.replay(key)
+
+    def logits(self, rows: Rows) -> Tensor:
+        parts = split_batch(len(rows), self._buckets)
+        if len(parts) == 1:
+            return self._bucket_logits(rows.slots, rows.index)
+        start, out = 0, []
+        for part in parts:
+            stop = start + part
+            # The next piece may replay the same graph, so its static output is copied.
+            piece = self._bucket_logits(rows.slots[start:stop], rows.index[start:stop])
+            out.append(piece.clone())
+            start = stop
+        return torch.cat(out)
+
+    def _bucket_logits(self, slots: tuple[int, ...], index: Tensor) -> Tensor:
+        bucket = pick_bucket(len(slots), self._buckets)
+        assert bucket is not None
+        static, step = self._static[bucket], self._step
+        key = ("logits", bucket)
+        if key not in self._graphs:
+            self._unload(bucket)
+            self._graphs.capture(
+                key, lambda: step.decode(static), warmup=lambda: step.decode(static)
+            )
+        self._load(bucket, slots, index)
+        logits = self._graphs.replay(key)
+        assert logits is not None
+        return logits[: len(slots)]
+
+    def _sample(self, logits: Tensor, rows: Rows, sampler: Sampler) -> None:
+        """Sample and advance the live rows in a graph that reads the static logits."""
+        num_rows = len(rows)
+        if num_rows > self._buckets[-1]:
+            # Concatenated pieces have no static address.
+            self._state.advance(sampler(logits), rows.index)
+            return
+        state = self._state
+        slots = self._exact_slots(rows)
+
+        def sample() -> None:
+            state.advance(sampler(logits), slots)
+
+        key = ("sample", num_rows, logits.data_ptr(), sampler.key)
+        self._graphs.run(key, sample, warmup=lambda: sampler(logits))
+
+    def _exact_slots(self, rows: Rows) -> Tensor:
+        """Return the static slots [num_rows] that sampling graphs of this many rows read."""
+        loaded, static = self._exact.get(len(rows), ((), None))
+        if static is None:
+            with torch.inference_mode(False):
+                static = torch.empty(len(rows), dtype=torch.int32, device=self._state.device)
+        if loaded != rows.slots:
+            static.copy_(rows.index)
+            self._exact[len(rows)] = (rows.slots, static)
+        return static
+
+    def _load(self, bucket: int, slots: tuple[int, ...], index: Tensor) -> None:
+        if self._loaded.get(bucket) == slots:
+            return
+        static = self._static[bucket]
+        static[: len(slots)].copy_(index)
+        if len(slots) < bucket:
+            static[len(slots) :].fill_(-1)
+        self._loaded[bucket] = slots
+
+    def _unload(self, bucket: int) -> None:
+        self._static[bucket].fill_(-1)
+        self._loaded.pop(bucket, None)

@@ -1,0 +1,1 @@
+"""The doors: `accelerate()` and what stands behind `model.generate()`."""

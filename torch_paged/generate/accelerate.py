@@ -1,0 +1,160 @@
+"""The public verbs: accelerate, restore, explain, stats, release."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import nn
+
+from torch_paged.config import Config
+from torch_paged.errors import UnsupportedModelError
+from torch_paged.generate.registry import add_session, find_session, remove_session
+from torch_paged.generate.sample import sample
+from torch_paged.generate.session import Session
+from torch_paged.log import warn_once
+from torch_paged.patches import seams
+from torch_paged.report import Report, Stats
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Attributes under which wrappers keep the model they wrap.
+_WRAPPED = ("_orig_mod", "module", "base_model", "model")
+
+
+def accelerate(model: Model, config: Config | None = None, **overrides: object) -> Model:
+    """Make `model.generate()` decode through a paged cache and captured steps.
+
+    The same object comes back; its weights, modules and class stay as they are. Calling it again
+    reconfigures the model. What our step cannot serve runs Hugging Face's own code; `explain()`
+    says why.
+
+    Args:
+        model: a causal LM of transformers, or a DDP, FSDP, torch.compile or PEFT wrapper of one.
+        config: defaults to `Config()`.
+        overrides: fields of `Config` to change, e.g. ``max_num_seqs=64``.
+
+    Raises:
+        TypeError: `model` is not a transformers model, or a name is not a field of `Config`.
+        ValueError: a value of `Config` is out of its range.
+        UnsupportedModelError: with ``on_unsupported="raise"``, if the model has no fused step.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(
+            f"config must be a torch_paged.Config, got {type(config).__name__}; "
+            "pass fields by name instead, e.g. accelerate(model, max_num_seqs=64)"
+        )
+    config = (config or Config()).replace(**overrides)
+    target = _unwrap(model)
+    if os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0"):
+        warn_once("TORCH_PAGED_DISABLE is set: accelerate() does nothing")
+        return model
+    session = Session(target, config)
+    if session.reasons and config.on_unsupported == "raise":
+        raise UnsupportedModelError(
+            f"{type(target).__name__} cannot be accelerated: {'; '.join(session.reasons)}; "
+            "pass on_unsupported='fallback' to run Hugging Face's own code"
+        )
+    for reason in session.reasons:
+        warn_once(f"{type(target).__name__} runs Hugging Face's own code: {reason}")
+    old = find_session(target)
+    if old is None:
+        seams.SAMPLE_SEAM.install(sample)
+        # One use of the seam per model, given back by restore() or by the model's end.
+        _FINALIZERS[target] = weakref.finalize(target, seams.SAMPLE_SEAM.uninstall)
+    else:
+        old.release()
+    add_session(target, session)
+    return model
+
+
+_FINALIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `accelerate`: the model's generate is Hugging Face's again, and all memory is back.
+
+    Does nothing for a model that is not accelerated.
+    """
+    target = _unwrap(model)
+    session = remove_session(target)
+    if session is None:
+        return
+    session.release()
+    _FINALIZERS.pop(target)()
+
+
+@contextlib.contextmanager
+def accelerated(
+    model: Model, config: Config | None = None, **overrides: object
+) -> Iterator[Model]:
+    """Accelerate `model` within a with block and restore it afterwards."""
+    yield_model = accelerate(model, config, **overrides)
+    try:
+        yield yield_model
+    finally:
+        restore(model)
+
+
+def is_accelerated(model: nn.Module) -> bool:
+    """Say whether `accelerate` is in force for this model."""
+    return find_session(_unwrap(model)) is not None
+
+
+def explain(model: nn.Module) -> Report:
+    """Return how the model runs, and how its last call ran; `str()` of it is a table."""
+    return _session(model, "explain").report()
+
+
+def stats(model: nn.Module) -> Stats:
+    """Return counters of tokens, memory, graphs and fallbacks since `accelerate`."""
+    return _session(model, "stats").stats()
+
+
+def release(model: nn.Module) -> None:
+    """Give the KV pool and the graphs back to the device; the next call takes them again."""
+    _session(model, "release").release()
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Say that parameters were written in place: cached prefixes are stale.
+
+    Within one call of `generate` nothing is reused from before, so only an `Engine` with prefix
+    caching has anything to drop.
+    """
+    _session(model, "weights_changed")
+
+
+def _session(model: nn.Module, verb: str) -> Session:
+    session = find_session(_unwrap(model))
+    if session is None:
+        raise ValueError(
+            f"torch_paged.{verb}(model) needs an accelerated model, got a "
+            f"{type(model).__name__} that is not; call torch_paged.accelerate(model) first"
+        )
+    return session
+
+
+def _unwrap(model: object) -> nn.Module:
+    """Return the transformers model inside the known wrappers."""
+    inner, seen = model, 0
+    while isinstance(inner, nn.Module) and not seams.is_pretrained_model(inner) and seen < 8:
+        found = [v for name in _WRAPPED if isinstance(v := getattr(inner, name, None), nn.Module)]
+        if not found:
+            break
+        inner, seen = found[0], seen + 1
+    if not seams.is_pretrained_model(inner) or not isinstance(inner, nn.Module):
+        raise TypeError(
+            f"model must be a causal LM of transformers (PreTrainedModel), got "
+            f"{type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained, or pass "
+            "the model inside your wrapper"
+        )
+    if not seams.can_generate(inner):
+        raise TypeError(
+            f"model must be able to generate, got {type(inner).__name__} without a language "
+            "modelling head; pass the ...ForCausalLM model"
+        )
+    return inner

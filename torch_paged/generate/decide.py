@@ -1,0 +1,179 @@
+"""Which path and which loop serve a call; decided before any token and any random draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from torch_paged.generate.session import Session
+from torch_paged.patches import seams
+
+Loop = Literal["device", "lagged", "stepped"]
+
+# What `generate` hands to `_sample` beyond its named arguments and what we read ourselves.
+_UNDERSTOOD_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    *seams.CACHE_NAMES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one `_sample` call."""
+
+    input_ids: torch.Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How a call runs: `loop` None means Hugging Face's own code, for `reasons`.
+
+    Attributes:
+        reasons: why not fused, or why not the device loop.
+        max_new_tokens: from the length criterion; None without one.
+        eos_ids: ids that end a row; None where no criterion knows end tokens.
+    """
+
+    loop: Loop | None
+    reasons: list[str] = field(default_factory=list)
+    max_new_tokens: int | None = None
+    eos_ids: tuple[int, ...] | None = None
+
+
+def decide(model: Any, session: Session, call: Call) -> Decision:
+    """Choose the path of a call; reads the call's tensors only where it must."""
+    reasons = _model_reasons(model, session) or _call_reasons(model, session, call)
+    if not reasons:
+        reasons = _mask_reasons(session, call)
+    if not reasons and (reason := session.self_test_reason()):
+        reasons = [reason]
+    if reasons:
+        return Decision(None, reasons)
+    loop, why = _choose_loop(session, call)
+    max_new_tokens, eos_ids = _limits(call)
+    if max_new_tokens is None and loop != "stepped":
+        loop, why = "stepped", ["there is no length limit"]
+    return Decision(loop, why, max_new_tokens, eos_ids)
+
+
+def _model_reasons(model: Any, session: Session) -> list[str]:
+    if seams.overrides_sample(model):
+        return [f"{type(model).__name__} has a decoding loop of its own"]
+    session.reread_if_changed()
+    if session.core is None:
+        return list(session.reasons)
+    if not model.training:
+        return []
+    if session.dropout:
+        return [session.dropout]
+    if getattr(model, "is_gradient_checkpointing", False):
+        return ["gradient checkpointing in training mode drops the cache"]
+    return []
+
+
+def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
+    config, kwargs = call.generation_config, call.model_kwargs
+    reasons = []
+    if getattr(config, "torch_paged", None) is False:
+        reasons.append("generation_config.torch_paged is False")
+    if call.synced_gpus:
+        reasons.append("synced_gpus")
+    if not kwargs.get("use_cache", True):
+        reasons.append("use_cache=False")
+    if config.is_assistant:
+        reasons.append("the model drafts for another one")
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            reasons.append(name)
+    cache = seams.call_cache(kwargs)
+    if cache is not None and seams.cache_is_user_defined(cache):
+        reasons.append("a cache was passed in")
+    elif cache is not None and not seams.is_plain_dynamic_cache(cache):
+        reasons.append(f"cache_implementation={config.cache_implementation!r}")
+    if config.compile_config is not None:
+        reasons.append("compile_config")
+    if torch.is_grad_enabled():
+        reasons.append("gradients are enabled")
+    assert session.step is not None
+    if torch.is_autocast_enabled(session.step.device.type):
+        reasons.append("autocast is on")
+    if seams.has_own_input_preparation(model):
+        reasons.append("prepare_inputs_for_generation is replaced on the instance")
+    if seams.is_compiled(model):
+        reasons.append("model.compile() was called")
+    extra = sorted(
+        name
+        for name, value in kwargs.items()
+        if name not in _UNDERSTOOD_KWARGS and value is not None
+    )
+    return reasons + [f"model argument {name!r}" for name in extra]
+
+
+def _mask_reasons(session: Session, call: Call) -> list[str]:
+    mask = call.model_kwargs.get("attention_mask")
+    if mask is None:
+        return []
+    if mask.dim() != 2:
+        return [f"a {mask.dim()}-D attention mask"]
+    width = call.input_ids.shape[1]
+    embeds = call.model_kwargs.get("inputs_embeds")
+    if embeds is not None:
+        width = embeds.shape[1]
+    if mask.shape[1] != width:
+        return ["the attention mask is longer than the prompt"]
+    real = mask != 0
+    empty = ~real.any(-1)
+    assert session.step is not None
+    has_window = any(layer.attention.window for layer in session.step.spec.layers)
+    holes = (real[:, 1:] < real[:, :-1]).any() if has_window else torch.tensor(False)
+    right = (~real[:, -1] & ~empty).any()
+    right_padded, holed = torch.stack([right.cpu(), holes.cpu()]).tolist()
+    if right_padded:
+        return ["right padding"]
+    return ["a mask with holes and a sliding window"] if holed else []
+
+
+def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
+    """Device where all that chooses and stops is known; stepped where anything is not."""
+    config = call.generation_config
+    why = []
+    for processor in call.logits_processor:
+        if type(processor) not in seams.SCORE_WARPERS or not config.do_sample:
+            why.append(f"{type(processor).__name__} runs between the steps")
+    for criterion in call.stopping_criteria:
+        if type(criterion) not in (seams.MaxLengthCriteria, seams.EosTokenCriteria):
+            why.append(f"{type(criterion).__name__} runs between the steps")
+    if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        why.append("scores or logits are returned")
+    assert session.step is not None
+    if call.input_ids.device != session.step.device:
+        why.append(f"input_ids are on {call.input_ids.device}")
+    if why:
+        return "stepped", why
+    return ("lagged", ["a streamer"]) if call.streamer is not None else ("device", [])
+
+
+def _limits(call: Call) -> tuple[int | None, tuple[int, ...] | None]:
+    max_length, eos = None, None
+    for criterion in call.stopping_criteria:
+        if type(criterion) is seams.MaxLengthCriteria:
+            limit = criterion.max_length
+            max_length = limit if max_length is None else min(max_length, limit)
+        elif type(criterion) is seams.EosTokenCriteria:
+            eos = (eos or ()) + tuple(criterion.eos_token_id.reshape(-1).tolist())
+    if max_length is None:
+        return None, eos
+    return max(int(max_length) - call.input_ids.shape[1], 1), eos

@@ -1,0 +1,27 @@
+"""Which models are accelerated: a weak registry, so a deleted model takes its state along."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch_paged.generate.session import Session
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def find_session(model: nn.Module) -> Session | None:
+    """Return the session of an accelerated model, or None."""
+    return _SESSIONS.get(model)
+
+
+def add_session(model: nn.Module, session: Session) -> None:
+    _SESSIONS[model] = session
+
+
+def remove_session(model: nn.Module) -> Session | None:
+    """Forget the session of `model` and return it."""
+    return _SESSIONS.pop(model, None)

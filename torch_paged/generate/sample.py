@@ -1,0 +1,239 @@
+"""The replacement of `GenerationMixin._sample`: our loops, or the original untouched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
+from torch_paged.engine.sampler import GreedySampler, HfOrderSampler, Sampler
+from torch_paged.errors import UnsupportedFeatureError
+from torch_paged.generate.decide import Call, Decision, decide
+from torch_paged.generate.registry import find_session
+from torch_paged.generate.session import Session
+from torch_paged.patches import seams
+from torch_paged.report import CallReport
+
+_UNLIMITED = 1 << 40
+
+
+def sample(
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Stand in for `GenerationMixin._sample`; models that are not accelerated pass through."""
+
+    def original() -> Any:
+        return seams.SAMPLE_SEAM.original(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    session = find_session(self)
+    if session is None:
+        return original()
+    call = Call(
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus,
+        streamer,
+        model_kwargs,
+    )
+    with session.lock, _on_device(session):
+        decision = decide(self, session, call)
+        if decision.loop is not None:
+            session.last_call = CallReport("fused", decision.loop, tuple(decision.reasons))
+            return _run(session, call, decision)
+        if session.config.on_unsupported == "raise":
+            raise UnsupportedFeatureError(
+                f"this call cannot run on the accelerated path: {'; '.join(decision.reasons)}; "
+                "change the call, or pass on_unsupported='fallback'"
+            )
+        session.record_fallback(decision.reasons)
+        # Still under the lock: the model must not be switched while its own loop runs.
+        return original()
+
+
+@contextlib.contextmanager
+def _on_device(session: Session) -> Iterator[None]:
+    step = session.step
+    if step is None or step.device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(step.device):
+        session.enter_stream()
+        yield
+
+
+def _run(session: Session, call: Call, decision: Decision) -> Any:
+    assert session.core is not None
+    config = call.generation_config
+    lag = session.config.lag if decision.loop != "stepped" else 0
+    prompts = _pack(session, call)
+    limits = BatchLimits(
+        decision.max_new_tokens or _UNLIMITED,
+        decision.eos_ids or (),
+        _pad_token(call, decision),
+    )
+    extras: dict[str, Any] = {}
+    with BatchRun(session.core, prompts, limits, lag) as run:
+        logits = run.prefill()
+        if decision.loop == "stepped":
+            sequences, num_steps, extras = _stepped(run, logits, call, decision)
+        else:
+            deliver = None if call.streamer is None else call.streamer.put
+            num_steps = run.run(logits, _sampler(call), deliver)
+            sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
+        if call.streamer is not None:
+            call.streamer.end()
+        if not config.return_dict_in_generate:
+            return sequences
+        cache = _fill_cache(session, call, run, num_steps)
+    return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)
+
+
+def _stepped(
+    run: BatchRun, logits: Tensor, call: Call, decision: Decision
+) -> tuple[Tensor, int, dict[str, Any]]:
+    """Transformers' own loop around our forward: what chooses and stops runs between steps."""
+    config, input_ids = call.generation_config, call.input_ids
+    keep_scores = config.return_dict_in_generate and config.output_scores
+    keep_logits = config.return_dict_in_generate and config.output_logits
+    all_scores: tuple[Tensor, ...] = ()
+    all_logits: tuple[Tensor, ...] = ()
+    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
+    pad, pads = _pad_token(call, decision), _pads_finished_rows(call)
+    num_steps = 0
+    while True:
+        raw = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        scores = call.logits_processor(input_ids, raw)
+        if keep_scores:
+            all_scores += (scores,)
+        if keep_logits:
+            all_logits += (raw,)
+        tokens = _choose(scores, config.do_sample)
+        if pads:
+            tokens = tokens * unfinished + pad * (1 - unfinished)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+        run.commit(tokens.to(logits.device))
+        num_steps += 1
+        ended = call.stopping_criteria(input_ids, all_scores if keep_scores else None)
+        unfinished = unfinished & ~ended
+        if call.streamer is not None:
+            call.streamer.put(tokens.cpu())
+        if unfinished.max() == 0:
+            break
+        logits = run.next_logits()
+    extras = {
+        "scores": all_scores if keep_scores else None,
+        "logits": all_logits if keep_logits else None,
+    }
+    return input_ids, num_steps, extras
+
+
+def _choose(scores: Tensor, do_sample: bool) -> Tensor:
+    if do_sample:
+        probs = torch.softmax(scores, dim=-1)
+        return torch.multinomial(probs, num_samples=1).squeeze(1)
+    return torch.argmax(scores, dim=-1)
+
+
+def _pads_finished_rows(call: Call) -> bool:
+    return any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
+
+
+def _pad_token(call: Call, decision: Decision) -> int:
+    """Return the id that finished rows emit, or -1 where they go on with real tokens."""
+    if not _pads_finished_rows(call):
+        return -1
+    pad, _ = seams.special_token_tensors(call.generation_config)
+    return -1 if pad is None else int(pad)
+
+
+def _sampler(call: Call) -> Sampler:
+    if not call.generation_config.do_sample:
+        return GreedySampler()
+    warpers = list(call.logits_processor)
+    key = tuple(
+        (type(warper).__name__, *(getattr(warper, name) for name in seams.SCORE_WARPERS[type(warper)]))
+        for warper in warpers
+    )
+    # These warpers never look at the ids.
+    transforms = [lambda scores, warper=warper: warper(None, scores) for warper in warpers]
+    return HfOrderSampler(transforms, key)
+
+
+def _pack(session: Session, call: Call) -> PackedPrompts:
+    """Drop the padding: rows one after the other, with the positions that generate gave them."""
+    assert session.step is not None
+    device = session.step.device
+    kwargs = call.model_kwargs
+    embeds = kwargs.get("inputs_embeds")
+    rows = call.input_ids.shape[0] if embeds is None else embeds.shape[0]
+    width = call.input_ids.shape[1] if embeds is None else embeds.shape[1]
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(width).expand(rows, width)
+    positions = positions.to(device).expand(rows, width)
+    last_positions = positions[:, -1]
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        lengths = (width,) * rows
+        flat = None
+    else:
+        real = mask.to(device) != 0
+        # A row that is all padding still gives an answer: its last token stands for it.
+        real[:, -1] |= ~real.any(-1)
+        lengths = tuple(real.sum(-1).tolist())
+        flat = real.reshape(-1).nonzero().squeeze(1)
+
+    def packed(values: Tensor) -> Tensor:
+        values = values.to(device).reshape(rows * width, *values.shape[2:])
+        return values if flat is None else values.index_select(0, flat)
+
+    return PackedPrompts(
+        lengths=lengths,
+        ids=packed(call.input_ids) if embeds is None else None,
+        embeddings=None if embeds is None else packed(embeds),
+        positions=packed(positions).to(torch.int32),
+        last_positions=last_positions,
+    )
+
+
+def _fill_cache(session: Session, call: Call, run: BatchRun, num_steps: int) -> Any:
+    """Copy the rows' keys and values into the cache object that generate made for this call."""
+    cache = seams.call_cache(call.model_kwargs)
+    if cache is None or session.step is None:
+        return None
+    for layer in range(len(session.step.spec.layers)):
+        keys, values = run.gather_kv(layer, num_steps)
+        cache.update(_left_padded(keys), _left_padded(values), layer)
+    return cache
+
+
+def _left_padded(rows: list[Tensor]) -> Tensor:
+    """Stack [heads, tokens, dim] tensors to [rows, heads, longest, dim], zeros on the left."""
+    longest = max(row.shape[1] for row in rows)
+    return torch.stack(
+        [torch.nn.functional.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows]
+    )
+
+

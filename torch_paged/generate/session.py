@@ -1,0 +1,190 @@
+"""What one accelerated model carries: its spec, step, engine core, lock and history."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_paged.config import Config
+from torch_paged.decoder.step import DecoderStep
+from torch_paged.engine.core import EngineCore
+from torch_paged.generate.selftest import selftest_reason
+from torch_paged.log import warn_once
+from torch_paged.ops.triton_compat import HAS_TRITON
+from torch_paged.patches.families import dropout_reason, read_spec
+from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.report import CallReport, Report, SlotRow, Stats
+
+_OLDEST_CAPABILITY = (7, 5)
+# Columns of the block table at the start; longer rows widen it.
+_MAX_TABLE_TOKENS = 131072
+
+
+class Session:
+    """State of one accelerated model, kept in a weak registry beside it.
+
+    Holds submodules of the model (through the spec) but never the model itself.
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self.config = config
+        self.lock = threading.RLock()
+        self.fallbacks: Counter[str] = Counter()
+        self.last_call: CallReport | None = None
+        self.core: EngineCore | None = None
+        self.step: DecoderStep | None = None
+        self.reasons: list[str] = []
+        self.dropout = ""
+        self._model = weakref.ref(model)
+        self._last_stream: torch.cuda.Stream | None = None
+        self._verified: set[tuple[torch.device, torch.dtype]] = set()
+        self.read()
+        _SESSIONS.add(self)
+
+    def read(self) -> None:
+        """Read the model into a spec; where that fails, `reasons` says why."""
+        model = self._model()
+        assert model is not None
+        self.release()
+        self.core = self.step = None
+        self.reasons = []
+        self._verified.clear()
+        try:
+            reason = placement_reason(model)
+            if reason:
+                raise SpecRefusal(reason)
+            spec = read_spec(model)
+        except SpecRefusal as refusal:
+            self.reasons = [str(refusal)]
+            return
+        self.dropout = dropout_reason(model)
+        self.step = DecoderStep(model, spec)
+        limit = getattr(model.config, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
+        self.core = EngineCore(self.step, self.config, min(int(limit), _MAX_TABLE_TOKENS))
+
+    def reread_if_changed(self) -> None:
+        """Read the model again if modules, hooks or devices changed since."""
+        model = self._model()
+        assert model is not None
+        if self.step is None or self.core is None:
+            if placement_reason(model) != self.reasons[0]:
+                self.read()
+            return
+        if self.step.watch.structure_changed() or self.step.device != self.core.bound_device:
+            self.read()
+
+    def self_test_reason(self) -> str:
+        """Compare our logits with the model's own, once per device and dtype."""
+        assert self.step is not None and self.core is not None
+        key = (self.step.device, self.step.dtype)
+        if not self.config.verify or key in self._verified:
+            return ""
+        model = self._model()
+        assert model is not None
+        reason = selftest_reason(model, self.core)
+        if reason:
+            self.read()
+            self.core = self.step = None
+            self.reasons = [reason]
+        else:
+            self._verified.add(key)
+        return reason
+
+    @property
+    def tier(self) -> str:
+        return "eager" if self.core is None else "fused"
+
+    def enter_stream(self) -> None:
+        """Order this call behind the last one when the caller's stream has changed."""
+        if self.step is None or self.step.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.step.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def record_fallback(self, reasons: list[str]) -> None:
+        """Note a call that Hugging Face's own code serves, and log each reason once."""
+        self.last_call = CallReport("eager", None, tuple(reasons))
+        for reason in reasons:
+            self.fallbacks[reason] += 1
+            warn_once(f"generate() runs Hugging Face's own code: {reason}")
+
+    def report(self) -> Report:
+        """Describe tier, slots, plan and the last call."""
+        if self.step is None:
+            return Report("eager", reasons=tuple(self.reasons), last_call=self.last_call)
+        rows = [SlotRow(row.name, row.kind, row.why) for row in self.step.slot_rows()]
+        plan = self.step.plan("decode", 1)
+        return Report("fused", tuple(rows), (), str(plan), self.last_call)
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        core = self.core
+        if core is None:
+            return Stats(fallbacks=dict(self.fallbacks))
+        graphs, counters = core.graphs, core.counters
+        used = 0 if core.num_blocks == 0 else core.num_blocks - core.allocator.num_free
+        per_step = 1e3 * counters.seconds / counters.steps if counters.steps else None
+        return Stats(
+            tokens=counters.tokens,
+            steps=counters.steps,
+            ms_per_step=per_step,
+            kv_blocks_total=core.num_blocks,
+            kv_blocks_used=used,
+            kv_bytes=0 if core.num_blocks == 0 else core.pool.nbytes,
+            graphs=0 if graphs is None else graphs.num_graphs,
+            graph_bytes=0 if graphs is None else graphs.nbytes,
+            capture_seconds=0.0 if graphs is None else graphs.capture_seconds,
+            fallbacks=dict(self.fallbacks),
+            recaptures=0 if graphs is None else graphs.recaptures,
+        )
+
+    def release(self) -> None:
+        """Give pool, graphs and slot state back; the next call takes them again."""
+        if self.core is not None:
+            with self.lock:
+                self.core.release()
+
+
+def placement_reason(model: Any) -> str:
+    """Say why the placement of the model rules out our step, or return ""."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    devices = {p.device for p in model.parameters()}
+    if not devices:
+        return "it has no parameters"
+    if any(device.type == "meta" for device in devices):
+        return "parameters are on the meta device (offloaded, or not loaded yet)"
+    if len(devices) > 1:
+        return "it is spread over " + ", ".join(sorted(map(str, devices)))
+    (device,) = devices
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip:
+        return f"devices of type {device.type} are not supported"
+    if not HAS_TRITON:
+        return "triton is not installed; install triton>=3.6"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_CAPABILITY:
+        return f"the GPU is sm_{capability[0]}{capability[1]}, older than sm_75"
+    return ""
+
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _reset_locks() -> None:
+    # A lock held by another thread at the time of the fork would stay held for ever.
+    for session in list(_SESSIONS):
+        session.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_locks)

@@ -1,0 +1,340 @@
+"""Capture and replay of CUDA graphs: one memory pool, one capture stream, one cache by key.
+
+The code here knows callables, keys and streams, but no models. Importing it, or constructing its
+classes, does not initialise CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from torch_paged.errors import TorchPagedError
+
+Outputs = TypeVar("Outputs")
+
+# One capture at a time in the process: torch's allocator and generators are shared by all.
+_CAPTURE_LOCK = threading.RLock()
+
+# Graphs whose capture was invalidated. torch's host allocator keeps a callback into them, so they
+# must never be destroyed; each is a few hundred bytes without any device memory.
+_INVALIDATED: list[torch.cuda.CUDAGraph] = []
+
+
+class GraphPool:
+    """The memory pool and the capture stream shared by all graphs of one device.
+
+    Graphs in one pool reuse each other's intermediate memory. So they must not run at the same
+    time, and the outputs of a replay are valid until the next replay of any graph of the pool.
+
+    Attributes:
+        reserved_bytes: device memory that torch holds for the graphs of the pool.
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        self._device = torch.device(device)
+        if self._device.type != "cuda":
+            raise ValueError(f"device must be a CUDA device, got {self._device}")
+        self.reserved_bytes = 0
+        self._handle: torch.cuda._POOL_HANDLE | None = None
+        self._stream: torch.cuda.Stream | None = None
+        # torch refuses a pool that lost its last graph, so the live graphs are counted here.
+        self._live: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which warm-up and capture run; created on first use."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index; without one, the current device of the first use."""
+        return self.stream.device
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs that hold memory of this pool."""
+        return len(self._live)
+
+    def record(
+        self, fn: Callable[[], Outputs], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """Capture the work of one call of `fn` and return the graph with what `fn` returned.
+
+        Nothing runs on the device. If `fn` or the capture raises, the stream, the allocator and
+        the random generators are left usable and the exception goes on.
+        """
+        with _CAPTURE_LOCK, torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise TorchPagedError("a capture is already under way on this stream")
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            reserved = torch.cuda.memory_reserved(self.device)
+            with _no_garbage_collection(), torch.cuda.stream(self.stream):
+                outputs = self._record(graph, fn, generators)
+            self._live.add(graph)
+            self.reserved_bytes += max(torch.cuda.memory_reserved(self.device) - reserved, 0)
+            return graph, outputs
+
+    def _record(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        fn: Callable[[], Outputs],
+        generators: Sequence[torch.Generator],
+    ) -> Outputs:
+        if self._handle is None or not self._live:
+            self._handle, self.reserved_bytes = torch.cuda.graph_pool_handle(), 0
+        # A cuBLAS workspace made before the capture could be freed under the graph; one that
+        # outlives it would pin the pool. Made and dropped within, it belongs to the graph.
+        _clear_cublas_workspaces()
+        try:
+            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            outputs = fn()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._end(graph, generators)
+            graph.reset()
+            raise
+        else:
+            self._end(graph, generators)
+        finally:
+            _clear_cublas_workspaces()
+        return outputs
+
+    def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, generators)
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        """Undo what `capture_end` leaves behind when the driver has invalidated a capture."""
+        index, handle = self.device.index, self._handle
+        assert handle is not None
+        self._handle = None
+        try:
+            torch._C._cuda_endAllocateToPool(index, handle)
+        except RuntimeError:
+            return  # torch got past that point: the graph releases the pool itself
+        torch._C._cuda_releasePool(index, handle)
+        _INVALIDATED.append(graph)
+        # The generators still believe that they are being captured. A capture that succeeds, in
+        # a pool of its own, tells them otherwise.
+        with contextlib.suppress(RuntimeError):
+            flag = torch.empty(1, device=self.device)
+            healthy = torch.cuda.CUDAGraph()
+            for generator in generators:
+                healthy.register_generator_state(generator)
+            healthy.capture_begin(capture_error_mode="thread_local")
+            flag.zero_()
+            healthy.capture_end()
+
+    def forget(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+        """Wait for the device and destroy graphs; their outputs must not be used afterwards."""
+        if graphs:
+            torch.cuda.synchronize(self.device)  # a replay may still be running
+        for graph in graphs:
+            self._live.discard(graph)
+            graph.reset()
+        if not self._live:
+            self._handle, self.reserved_bytes = None, 0
+
+    def warm_up(
+        self, warmup: Callable[[], object], generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        """Run `warmup` on the capture stream, in order with the caller's stream.
+
+        The states of the default generator and of `generators` are put back afterwards.
+        """
+        with torch.cuda.device(self.device):
+            stream, caller = self.stream, torch.cuda.current_stream()
+            default = torch.cuda.default_generators[self.device.index]
+            saved = [(generator, generator.get_state()) for generator in (default, *generators)]
+            stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(stream):
+                    warmup()
+            finally:
+                caller.wait_stream(stream)
+                for generator, state in saved:
+                    generator.set_state(state)
+
+    def free_bytes(self) -> int:
+        """Return how much memory of the device is free."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def trim(self) -> None:
+        """Return what torch keeps cached, the memory of dropped graphs included, to the device."""
+        torch.cuda.empty_cache()
+
+
+@dataclass(slots=True)
+class CapturedGraph(Generic[Outputs]):
+    """A graph with its static outputs; `nbytes` is the driver's share, outside the pool."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Outputs
+    nbytes: int
+
+
+class GraphCache(Generic[Outputs]):
+    """Graphs by key, captured on first use, replayed afterwards, least recently used dropped.
+
+    Replays run on the caller's current stream. Two threads may capture through one cache, but
+    they must not replay at the same time (see `GraphPool`).
+
+    Attributes:
+        num_captures: captures that succeeded, over the life of the cache.
+        recaptures: those among them whose key had been captured before.
+        capture_seconds: host time spent in warm-up and capture.
+    """
+
+    def __init__(self, pool: GraphPool, max_graphs: int = 64) -> None:
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
+        self.pool = pool
+        self.max_graphs = max_graphs
+        self.num_captures = 0
+        self.recaptures = 0
+        self.capture_seconds = 0.0
+        self._graphs: OrderedDict[Hashable, CapturedGraph[Outputs]] = OrderedDict()
+        self._known: set[int] = set()  # hashes of the keys captured so far
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs held."""
+        return len(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the pool and of the graphs held, as measured around their capture."""
+        held = list(self._graphs.values())
+        return self.pool.reserved_bytes + sum(entry.nbytes for entry in held) if held else 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def keys(self) -> list[Hashable]:
+        """Return the keys, least recently used first."""
+        return list(self._graphs)
+
+    def run(
+        self,
+        key: Hashable,
+        fn: Callable[[], Outputs],
+        *,
+        warmup: Callable[[], object] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Outputs:
+        """Replay the graph of `key`, which is captured from `fn` first if there is none."""
+        if key not in self._graphs:
+            self.capture(key, fn, warmup=warmup, generators=generators)
+        return self.replay(key)
+
+    def get(self, key: Hashable) -> CapturedGraph[Outputs] | None:
+        """Return the graph of `key`, None if there is none."""
+        return self._graphs.get(key)
+
+    def replay(self, key: Hashable) -> Outputs:
+        """Launch the graph of `key` on the current stream and return its static outputs.
+
+        Raises:
+            KeyError: there is no such graph.
+        """
+        entry = self._graphs[key]
+        self._graphs.move_to_end(key)
+        entry.graph.replay()
+        return entry.outputs
+
+    def capture(
+        self,
+        key: Hashable,
+        fn: Callable[[], Outputs],
+        *,
+        warmup: Callable[[], object] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> CapturedGraph[Outputs]:
+        """Capture `fn` under `key`, unless another thread just has; nothing is replayed.
+
+        Args:
+            fn: the work; it reads and writes static tensors, and must not synchronise.
+            warmup: called once before the capture, on the capture stream, to compile kernels and
+                create library handles. It really runs, so pass `fn` only if a run more does no
+                harm. Random generators are put back afterwards.
+            generators: CUDA generators other than the default one that `fn` draws from.
+
+        Raises:
+            BaseException: what `fn`, `warmup` or the capture raised; the cache is unchanged.
+        """
+        with _CAPTURE_LOCK:
+            if key in self._graphs:
+                return self._graphs[key]
+            start = time.perf_counter()
+            if warmup is not None:
+                self.pool.warm_up(warmup, generators)
+            free, reserved = self.pool.free_bytes(), self.pool.reserved_bytes
+            graph, outputs = self.pool.record(fn, generators)
+            taken = free - self.pool.free_bytes() - (self.pool.reserved_bytes - reserved)
+            entry = CapturedGraph(graph, outputs, max(taken, 0))
+            self._graphs[key] = entry
+            if len(self._graphs) > self.max_graphs:
+                self._destroy([next(iter(self._graphs))])
+            self.capture_seconds += time.perf_counter() - start
+            self.num_captures += 1
+            self.recaptures += hash(key) in self._known
+            self._known.add(hash(key))
+            return entry
+
+    def drop(self, predicate: Callable[[Hashable], bool] | None = None) -> int:
+        """Destroy the graphs whose key satisfies `predicate` (None: all); return how many.
+
+        Waits for the device. The pool keeps its memory until its last graph is gone.
+        """
+        with _CAPTURE_LOCK:
+            doomed = [key for key in self._graphs if predicate is None or predicate(key)]
+            self._destroy(doomed)
+            return len(doomed)
+
+    def clear(self) -> None:
+        """Destroy all graphs and give the memory back to the device."""
+        with _CAPTURE_LOCK:
+            if self.drop():
+                self.pool.trim()
+
+    def _destroy(self, keys: Sequence[Hashable]) -> None:
+        entries = [self._graphs.pop(key) for key in keys]
+        self.pool.forget([entry.graph for entry in entries])
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep finalizers of unrelated objects from calling the driver during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _clear_cublas_workspaces() -> None:
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+__all__ = ["CapturedGraph", "GraphCache", "GraphPool"]

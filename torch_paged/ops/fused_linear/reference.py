@@ -1,0 +1,40 @@
+"""Plain-torch `fused_linear`: the CPU kernel, the oracle of the tests and the path past 64 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_paged.ops.glu import activation_reference, glu_reference
+from torch_paged.ops.rms_norm import rms_norm_reference
+
+
+def fused_linear_reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm_weight: Tensor | None = None,
+    norm: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    cast_before_gain: bool = True,
+    residual: Tensor | None = None,
+    activation: str = "",
+    gated: bool = False,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Compute the equation with torch, rounding wherever Hugging Face's modules round."""
+    if norm:
+        x = rms_norm_reference(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
+    biases = biases or [None] * len(weights)
+    parts = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    if gated:
+        y = glu_reference(parts[0], parts[1], activation)
+    else:
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if activation:
+            y = activation_reference(y, activation)
+    return y if residual is None else residual + y

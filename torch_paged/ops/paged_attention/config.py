@@ -1,0 +1,66 @@
+"""Tile sizes and grid shapes of the attention kernels, by device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from torch_paged.ops.triton_compat import device_capability
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the decode kernel cuts its work; token counts are multiples of the tile."""
+
+    tile_bytes: int = 16384  # of keys in one iteration
+    single_tokens: int = 256  # up to so many tokens are one range, without a merge
+    min_split_tokens: int = 128
+    programs_per_sm: int = 2
+    max_splits: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+_DECODE_CONFIGS = {
+    7: DecodeConfig(num_stages=1),  # 64 KiB of shared memory, no asynchronous copies
+    8: DecodeConfig(num_stages=2),
+    9: DecodeConfig(),
+    10: DecodeConfig(),
+}
+# Small, so that small tests under the interpreter reach several splits.
+_INTERPRETED_DECODE_CONFIG = DecodeConfig(
+    tile_bytes=2048, single_tokens=64, min_split_tokens=32, programs_per_sm=1
+)
+_INTERPRETED_SMS = 16
+
+
+@functools.cache
+def _cuda_sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def sm_count(device: torch.device) -> int:
+    """Return the number of multiprocessors of `device`."""
+    return _cuda_sm_count(device.index or 0) if device.type == "cuda" else _INTERPRETED_SMS
+
+
+def decode_config(device: torch.device) -> DecodeConfig:
+    """Return the decode configuration for `device`."""
+    if device.type != "cuda":
+        return _INTERPRETED_DECODE_CONFIG
+    return _DECODE_CONFIGS.get(device_capability(device.index or 0)[0], _DECODE_CONFIGS[8])
+
+
+def num_splits(num_programs: int, max_tokens: int, num_sms: int, config: DecodeConfig) -> int:
+    """Return how many programs share one row and KV head; a function of shapes alone."""
+    if max_tokens <= config.single_tokens:
+        return 1
+    wanted = config.programs_per_sm * num_sms // max(num_programs, 1)
+    return max(1, min(wanted, config.max_splits, -(-max_tokens // config.min_split_tokens)))
+
+
+def dot_precision() -> str:
+    """Return Triton's input_precision: TF32 only where torch allows it."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -1,0 +1,117 @@
+"""Prefill attention over the paged KV cache for packed prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_paged.ops.paged_attention.checks import (
+    check_cache,
+    check_heads,
+    check_slots,
+    check_window,
+)
+from torch_paged.ops.paged_attention.reference import paged_prefill_attention_reference
+from torch_paged.ops.registration import register_op
+
+
+def _launch_paged_prefill_attention(*args):
+    raise NotImplementedError
+
+
+def _fake_paged_prefill_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], v_cache.shape[-1])
+
+
+_paged_prefill_attention = register_op(
+    "paged_prefill_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+    "Tensor slots, Tensor cu_seqlens_q, Tensor context_lens, int max_query_len, float scale, "
+    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
+    cpu=paged_prefill_attention_reference,
+    cuda=_launch_paged_prefill_attention,
+    fake=_fake_paged_prefill_attention,
+)
+
+
+def paged_prefill_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from packed prompts to their cached prefix and, causally, to themselves.
+
+    Row ``b`` holds queries ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``. Its keys and values, those of
+    the queries included, are in the cache already: ``context_lens[slots[b]]`` tokens of prefix,
+    then its own. Query ``i`` of a row sees keys at indices up to ``prefix + i``.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], rows may be strided.
+        k_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+        v_cache: [num_blocks, num_kv_heads, block_size, v_head_dim].
+        block_table: [num_slots, max_blocks] int32, blocks of each slot in order.
+        slots: [num_rows] int32; a row with slot -1 is padding and its outputs are zero.
+        cu_seqlens_q: [num_rows + 1] int32. Tokens after the last entry are padding: zero outputs.
+        context_lens: [num_slots] int32, cached tokens before this call's.
+        max_query_len: an upper bound of the rows' query lengths; chooses the tile size only.
+        scale: factor on the scores.
+        window: when positive, a query at index i sees keys j with i - window < j <= i.
+        softcap: when positive, scores become ``softcap * tanh(score / softcap)``.
+        sinks: [num_heads], one extra logit a head in the softmax denominator.
+        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j.
+
+    Returns:
+        [num_tokens, num_heads, v_head_dim] in the dtype of `query`.
+    """
+    if not torch.compiler.is_compiling():
+        check_cache(query, k_cache, v_cache, scale)
+        check_slots(block_table, slots, context_lens)
+        check_heads("sinks", sinks, query.shape[1])
+        check_heads("alibi_slopes", alibi_slopes, query.shape[1])
+        check_window(window, softcap)
+        if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (slots.shape[0] + 1,):
+            raise TypeError(
+                f"cu_seqlens_q must be int32 [{slots.shape[0] + 1}], "
+                f"got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
+            )
+    return _paged_prefill_attention(
+        query,
+        k_cache,
+        v_cache,
+        block_table,
+        slots,
+        cu_seqlens_q,
+        context_lens,
+        max_query_len,
+        scale,
+        window,
+        softcap,
+        sinks,
+        alibi_slopes,
+    )
+
+
+__all__ = ["paged_prefill_attention", "paged_prefill_attention_reference"]

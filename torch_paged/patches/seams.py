@@ -1,0 +1,153 @@
+"""Every symbol of transformers that is private or has moved between releases, in one file.
+
+tests/patches/test_seams.py holds these on the oldest and the newest supported release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# 5.24 renamed the forward argument and the output field `past_key_values` to `cache`.
+CACHE_NAMES = ("cache", "past_key_values")
+
+_OUTPUT_FIELDS = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+_OUTPUT_CACHE_FIELD = next(name for name in CACHE_NAMES if name in _OUTPUT_FIELDS)
+
+LogitsProcessorList = logits_process.LogitsProcessorList
+StoppingCriteriaList = stopping_criteria.StoppingCriteriaList
+MaxLengthCriteria = stopping_criteria.MaxLengthCriteria
+EosTokenCriteria = stopping_criteria.EosTokenCriteria
+
+# Pure functions of the scores, without state and without the ids: safe inside a graph.
+SCORE_WARPERS: dict[type, tuple[str, ...]] = {
+    logits_process.TemperatureLogitsWarper: ("temperature",),
+    logits_process.TopKLogitsWarper: ("top_k", "filter_value"),
+    logits_process.TopPLogitsWarper: ("top_p", "filter_value", "min_tokens_to_keep"),
+    logits_process.MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
+}
+
+_SampleMethod = Callable[..., Any]
+
+
+class SampleSeam:
+    """The one patch of `GenerationMixin._sample`, counted: gone with the last accelerated model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._original: _SampleMethod | None = None
+        self._installed: _SampleMethod | None = None
+
+    @property
+    def original(self) -> _SampleMethod:
+        """Return transformers' own method (or whatever stood there when we came)."""
+        return self._original if self._original is not None else GenerationMixin._sample
+
+    def install(self, replacement: _SampleMethod) -> None:
+        """Patch on the first use; later uses only count."""
+        with self._lock:
+            if self._users == 0 and GenerationMixin._sample is not self._installed:
+                self._original = GenerationMixin._sample
+                self._installed = replacement
+                GenerationMixin._sample = replacement  # type: ignore[method-assign,assignment]
+            self._users += 1
+
+    def uninstall(self) -> None:
+        """Put the original back after the last use, unless someone patched over ours."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and GenerationMixin._sample is self._installed:
+                assert self._original is not None
+                GenerationMixin._sample = self._original  # type: ignore[method-assign]
+                self._original = self._installed = None
+
+
+SAMPLE_SEAM = SampleSeam()
+
+
+def overrides_sample(model: nn.Module) -> bool:
+    """Say whether the model's class brings a `_sample` of its own."""
+    return type(model)._sample is not GenerationMixin._sample  # type: ignore[attr-defined]
+
+
+def is_pretrained_model(model: object) -> bool:
+    return isinstance(model, PreTrainedModel)
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Say whether `generate` is transformers' own for this model."""
+    return isinstance(model, GenerationMixin)
+
+
+def special_token_tensors(config: GenerationConfig) -> tuple[Any, Any]:
+    """Return (pad, eos) tensors that `generate` put on its own copy of the config, or None each."""
+    return (
+        getattr(config, "_pad_token_tensor", None),
+        getattr(config, "_eos_token_tensor", None),
+    )
+
+
+def is_output_capturing_hook(hook: object) -> bool:
+    """Recognise the hooks that one `output_hidden_states=True` call leaves on the layers."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def call_cache(model_kwargs: dict[str, Any]) -> Any:
+    """Return the cache of this call under either of its names, or None."""
+    for name in CACHE_NAMES:
+        if model_kwargs.get(name) is not None:
+            return model_kwargs[name]
+    return None
+
+
+@contextlib.contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """Run the model with eager attention: sdpa drops softcaps, so it is no reference.
+
+    Configs are shared between models; callers hold a lock and keep the block short.
+    """
+    configs = {id(c): c for c in (m.config for m in model.modules() if hasattr(m, "config"))}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def cache_is_user_defined(cache: Any) -> bool:
+    """Say whether the caller passed this cache in (generate marks it)."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def is_plain_dynamic_cache(cache: Any) -> bool:
+    """Say whether this is the cache that generate makes by default."""
+    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
+
+
+def has_own_input_preparation(model: nn.Module) -> bool:
+    """Say whether prepare_inputs_for_generation was replaced on the instance (PEFT prompts)."""
+    return "prepare_inputs_for_generation" in model.__dict__
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Say whether `model.compile()` was called: `self(...)` then runs the compiled call."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def decoder_only_output(*, sequences: Any, cache: Any, **fields: Any) -> Any:
+    """Build what `generate` returns with return_dict_in_generate."""
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, **{_OUTPUT_CACHE_FIELD: cache}, **fields
+    )
