@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Look at torch_paged and at what it runs on.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, devices and the kernels in use")
     info.add_argument(
         "--report", action="store_true", help="more of it, as Markdown for a bug report"

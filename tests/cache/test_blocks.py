@@ -277,4 +277,4 @@ class AllocatorTrace(RuleBasedStateMachine):
 
 
 TestAllocatorTrace = AllocatorTrace.TestCase
-TestAllocatorTrace.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAllocatorTrace.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

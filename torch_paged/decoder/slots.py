@@ -14,12 +14,8 @@ from torch import nn
 
 SlotKind = Literal["fused", "generic", "opaque"]
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+# Backward hooks do not run in a decode step.
+_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class Slot(NamedTuple):

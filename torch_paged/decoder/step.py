@@ -69,6 +69,11 @@ class DecoderStep:
             for a in (layer.attention for layer in self.spec.layers)
         )
 
+    @property
+    def has_window(self) -> bool:
+        """Say whether any layer attends to a window only."""
+        return any(layer.attention.window for layer in self.spec.layers)
+
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""
         self._binding = binding

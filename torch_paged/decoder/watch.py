@@ -31,12 +31,12 @@ class ModuleWatch:
 
     Args:
         root: the model that owns the modules; kept only through its module tree's dictionaries.
-        spec: the spec read from it.
+        spec: the spec read from it; None watches the tensors of every module.
     """
 
-    def __init__(self, root: nn.Module, spec: DecoderSpec) -> None:
-        refs = spec_modules(spec)
-        owned = {id(ref.module) for ref in refs}
+    def __init__(self, root: nn.Module, spec: DecoderSpec | None) -> None:
+        refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
+        owned = {id(module) for owner in refs for module in owner.modules()}
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._call_dicts: list[dict[str, object]] = []
         self._hook_dicts: list[dict[int, object]] = []

@@ -217,7 +217,7 @@ class BatchRun:
         confirmed = 0
         while confirmed < self._launched:
             while self._launched < limit and self._launched - confirmed <= self._lag:
-                self._launch(sampler)
+                self.launch(sampler)
                 self._after_launch(reports.post if watched else None, draws)
             result = reports.wait(confirmed) if watched else StepResult(1, None)
             confirmed += 1
@@ -230,7 +230,8 @@ class BatchRun:
         self._core.counters.seconds += time.perf_counter() - started
         return confirmed
 
-    def _launch(self, sampler: Sampler) -> None:
+    def launch(self, sampler: Sampler) -> None:
+        """Launch one whole step; nothing waits for it."""
         self._ensure_blocks()
         self._core.runner().decode(self.rows, sampler)
         self._scheduler.advance(1)

@@ -25,6 +25,7 @@ from torch_paged.engine.prefix_reuse import PrefixReuse
 from torch_paged.engine.request import FinishReason, Request, RequestStatus
 from torch_paged.engine.step import BlockUpdate, PrefillChunk, ScheduledStep, StepDraft
 from torch_paged.engine.swap import SwapCopy, SwapSpace
+from torch_paged.engine.waiting_line import WaitingLine
 from torch_paged.errors import TorchPagedError
 
 
@@ -85,7 +86,6 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._aging_steps = aging_steps if policy == "priority" else 0
         self._reserve = reserve
         self._preempt = preempt
         self._swap_space = swap_space
@@ -93,12 +93,10 @@ class Scheduler:
         self._now = now
 
         self._clock = DecodeClock(block_size)
-        self._num_added = 0
+        self._line = WaitingLine(aging_steps if policy == "priority" else 0)
         self._requests: dict[Hashable, Request] = {}  # all that have not ended
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._free_slots = list(range(max_num_seqs))  # heap
-        self._waiting: list[tuple[int, int, Request]] = []  # heap of (rank, arrival, request)
-        self._head_waits = False  # the first in line was found not to fit; nobody left since
         # Heap of (seconds, arrival, id); an entry may outlive its request by a long time.
         self._deadlines: list[tuple[float, int, Hashable]] = []
         self._draft = StepDraft()
@@ -134,11 +132,7 @@ class Scheduler:
                 f"request_id {request.request_id!r} is in use, or its Request was added before; "
                 "add a new Request under a new id"
             )
-        request.arrival = self._num_added
-        self._num_added += 1
-        if self._aging_steps:
-            # All waiting requests age alike, so the order among them is settled at once.
-            request.rank = request.priority * self._aging_steps + self._clock.step
+        self._line.arrive(request, self._clock.step)
         self._requests[request.request_id] = request
         tokens_left = self._max_model_len - request.num_prompt_tokens
         if tokens_left < 1:
@@ -153,7 +147,7 @@ class Scheduler:
         if request.deadline is not None:
             entry = (request.deadline, request.arrival, request.request_id)
             heappush(self._deadlines, entry)
-        self._enqueue(request)
+        self._line.join(request)
 
     def cancel(self, request_id: Hashable) -> None:
         """End a request wherever it stands; the next step reports it.
@@ -270,13 +264,14 @@ class Scheduler:
 
         None in a step that preempts: it would take the blocks that the others will need.
         """
-        while self._waiting and self._free_slots and not self._draft.preempted:
-            request = self._waiting[0][-1]
-            if not request.is_finished and (self._head_waits or not self._admit(request)):
-                self._head_waits = True
+        while self._free_slots and not (self._line.head_waits or self._draft.preempted):
+            request = self._line.first()
+            if request is None:
                 return
-            heappop(self._waiting)
-            if not request.is_finished:
+            if not self._admit(request):
+                self._line.head_waits = True
+            elif request.slot is not None:
+                self._line.remove_first()
                 yield request
 
     def _admit(self, request: Request) -> bool:
@@ -349,14 +344,14 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         self.num_preemptions += 1
         self._draft.preempted.append(request)
-        self._enqueue(request)
+        self._line.join(request)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.slot is not None:
             self._vacate(request, trusted=reason != "error")
         if request.host_block_ids:
             self._give_back_swapped(request)
-        self._head_waits = False
+        self._line.head_waits = False
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
         del self._requests[request.request_id]
@@ -382,10 +377,6 @@ class Scheduler:
         assert self._swap_space is not None
         self._swap_space.give_back(request.host_block_ids)
         request.host_block_ids = ()
-
-    def _enqueue(self, request: Request) -> None:
-        heappush(self._waiting, (request.rank, request.arrival, request))
-        self._head_waits = False
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

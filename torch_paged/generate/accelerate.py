@@ -40,7 +40,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
     Raises:
         TypeError: `model` is not a transformers model, or a name is not a field of `Config`.
         ValueError: a value of `Config` is out of its range.
-        UnsupportedModelError: with ``on_unsupported="raise"``, if the model has no fused step.
+        UnsupportedModelError: with ``on_unsupported="raise"``, if neither tier fits the model.
     """
     if config is not None and not isinstance(config, Config):
         raise TypeError(
@@ -53,13 +53,11 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         warn_once("TORCH_PAGED_DISABLE is set: accelerate() does nothing")
         return model
     session = Session(target, config)
-    if session.reasons and config.on_unsupported == "raise":
+    if config.on_unsupported == "raise" and session.decide_tier() == "eager":
         raise UnsupportedModelError(
             f"{type(target).__name__} cannot be accelerated: {'; '.join(session.reasons)}; "
             "pass on_unsupported='fallback' to run Hugging Face's own code"
         )
-    for reason in session.reasons:
-        warn_once(f"{type(target).__name__} runs Hugging Face's own code: {reason}")
     old = find_session(target)
     if old is None:
         seams.SAMPLE_SEAM.install(sample)

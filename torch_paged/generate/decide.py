@@ -73,7 +73,7 @@ def _model_reasons(model: Any, session: Session) -> list[str]:
     if seams.overrides_sample(model):
         return [f"{type(model).__name__} has a decoding loop of its own"]
     session.reread_if_changed()
-    if session.core is None:
+    if session.decide_tier() == "eager":
         return list(session.reasons)
     if not model.training:
         return []
@@ -137,7 +137,7 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     real = mask != 0
     empty = ~real.any(-1)
     assert session.step is not None
-    has_window = any(layer.attention.window for layer in session.step.spec.layers)
+    has_window = session.step.has_window
     holes = (real[:, 1:] < real[:, :-1]).any() if has_window else torch.tensor(False)
     right = (~real[:, -1] & ~empty).any()
     right_padded, holed = torch.stack([right.cpu(), holes.cpu()]).tolist()

@@ -60,7 +60,8 @@ def sample(
     with session.lock, _on_device(session):
         decision = decide(self, session, call)
         if decision.loop is not None:
-            session.last_call = CallReport("fused", decision.loop, tuple(decision.reasons))
+            tier = session.decide_tier()
+            session.last_call = CallReport(tier, decision.loop, tuple(decision.reasons))
             return _run(session, call, decision)
         if session.config.on_unsupported == "raise":
             raise UnsupportedFeatureError(
@@ -223,7 +224,7 @@ def _fill_cache(session: Session, call: Call, run: BatchRun, num_steps: int) -> 
     cache = seams.call_cache(call.model_kwargs)
     if cache is None or session.step is None:
         return None
-    for layer in range(len(session.step.spec.layers)):
+    for layer in range(len(session.step.layer_shapes)):
         keys, values = run.gather_kv(layer, num_steps)
         cache.update(_left_padded(keys), _left_padded(values), layer)
     return cache

@@ -17,7 +17,8 @@ from torch_paged.engine.core import EngineCore
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
 from torch_paged.ops.triton_compat import HAS_TRITON
-from torch_paged.patches.families import dropout_reason, read_spec
+from torch_paged.patches.families import dropout_reason, hook_reason, read_spec
+from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.report import CallReport, Report, SlotRow, Stats
 
@@ -38,67 +39,88 @@ class Session:
         self.fallbacks: Counter[str] = Counter()
         self.last_call: CallReport | None = None
         self.core: EngineCore | None = None
-        self.step: DecoderStep | None = None
+        self.step: DecoderStep | PatchedStep | None = None
         self.reasons: list[str] = []
         self.dropout = ""
         self._model = weakref.ref(model)
         self._last_stream: torch.cuda.Stream | None = None
         self._verified: set[tuple[torch.device, torch.dtype]] = set()
+        self._placement = ""
+        self._undecided = False
         self.read()
         _SESSIONS.add(self)
 
-    def read(self) -> None:
-        """Read the model into a spec; where that fails, `reasons` says why."""
+    @property
+    def model(self) -> Any:
         model = self._model()
         assert model is not None
+        return model
+
+    def read(self) -> None:
+        """Choose the tier anew; `reasons` says why it is not the fused one."""
         self.release()
         self.core = self.step = None
         self.reasons = []
         self._verified.clear()
+        self._undecided = False
+        self._placement = placement_reason(self.model) or hook_reason(self.model)
+        if self._placement:
+            self.reasons = [self._placement]
+            return
+        self.dropout = dropout_reason(self.model)
         try:
-            reason = placement_reason(model)
-            if reason:
-                raise SpecRefusal(reason)
-            spec = read_spec(model)
+            self._use(DecoderStep(self.model, read_spec(self.model)))
         except SpecRefusal as refusal:
             self.reasons = [str(refusal)]
-            return
-        self.dropout = dropout_reason(model)
-        self.step = DecoderStep(model, spec)
-        limit = getattr(model.config, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
-        self.core = EngineCore(self.step, self.config, min(int(limit), _MAX_TABLE_TOKENS))
+            self._undecided = True
+
+    def decide_tier(self) -> str:
+        """Return the tier; probing the model for the patched one takes a short forward."""
+        if self._undecided:
+            self._undecided = False
+            try:
+                self._use(PatchedStep(self.model))
+            except SpecRefusal as refusal:
+                self.reasons.append(str(refusal))
+        if self.core is None:
+            return "eager"
+        return "fused" if isinstance(self.step, DecoderStep) else "patched"
+
+    def _use(self, step: DecoderStep | PatchedStep) -> None:
+        self.step = step
+        text = self.model.config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
+        self.core = EngineCore(step, self.config, min(int(limit), _MAX_TABLE_TOKENS))
 
     def reread_if_changed(self) -> None:
         """Read the model again if modules, hooks or devices changed since."""
-        model = self._model()
-        assert model is not None
         if self.step is None or self.core is None:
-            if placement_reason(model) != self.reasons[0]:
-                self.read()
-            return
-        if self.step.watch.structure_changed() or self.step.device != self.core.bound_device:
+            changed = self._placement != (placement_reason(self.model) or hook_reason(self.model))
+        else:
+            changed = self.step.watch.structure_changed()
+            changed |= self.step.device != self.core.bound_device
+        if changed:
             self.read()
 
     def self_test_reason(self) -> str:
-        """Compare our logits with the model's own, once per device and dtype."""
-        assert self.step is not None and self.core is not None
-        key = (self.step.device, self.step.dtype)
-        if not self.config.verify or key in self._verified:
-            return ""
-        model = self._model()
-        assert model is not None
-        reason = selftest_reason(model, self.core)
-        if reason:
-            self.read()
-            self.core = self.step = None
-            self.reasons = [reason]
-        else:
-            self._verified.add(key)
-        return reason
+        """Compare our logits with the model's own, once per device and dtype.
 
-    @property
-    def tier(self) -> str:
-        return "eager" if self.core is None else "fused"
+        A fused step that fails gives way to the patched one, and that to the model's own loop.
+        """
+        while self.config.verify and self.step is not None and self.core is not None:
+            key = (self.step.device, self.step.dtype)
+            if key in self._verified:
+                break
+            reason = selftest_reason(self.model, self.core)
+            if not reason:
+                self._verified.add(key)
+                break
+            self.core.release()
+            self._undecided = isinstance(self.step, DecoderStep)
+            self.core = self.step = None
+            self.reasons.append(reason)
+            self.decide_tier()
+        return "" if self.core is not None else "; ".join(self.reasons)
 
     def enter_stream(self) -> None:
         """Order this call behind the last one when the caller's stream has changed."""
@@ -118,11 +140,11 @@ class Session:
 
     def report(self) -> Report:
         """Describe tier, slots, plan and the last call."""
-        if self.step is None:
-            return Report("eager", reasons=tuple(self.reasons), last_call=self.last_call)
-        rows = [SlotRow(row.name, row.kind, row.why) for row in self.step.slot_rows()]
-        plan = self.step.plan("decode", 1)
-        return Report("fused", tuple(rows), (), str(plan), self.last_call)
+        tier, rows, plan = self.decide_tier(), (), ""
+        if isinstance(self.step, DecoderStep):
+            rows = tuple(SlotRow(row.name, row.kind, row.why) for row in self.step.slot_rows())
+            plan = str(self.step.plan("decode", 1))
+        return Report(tier, rows, tuple(self.reasons), plan, self.last_call)
 
     def stats(self) -> Stats:
         """Return the counters."""

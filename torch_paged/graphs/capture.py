@@ -11,7 +11,7 @@ import gc
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -30,6 +30,42 @@ _CAPTURE_LOCK = threading.RLock()
 _INVALIDATED: list[torch.cuda.CUDAGraph] = []
 
 
+class _Lane:
+    """A capture stream, and a memory pool that keeps the cuBLAS workspaces used on it.
+
+    torch keeps one workspace per stream and frees them all when anyone asks it to
+    (``torch.compile`` does). Graphs have the address of theirs built in, so it is allocated in a
+    pool that stays reserved. Lanes are never destroyed, but pass from one `GraphPool` to the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # The streams that torch hands out come round again; those of high priority are rarely
+        # used for matrix products, which would write the same workspace.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._handle: torch.cuda._POOL_HANDLE | None = None
+
+    def prepare_cublas(self) -> None:
+        """Make sure that this thread's workspace of the stream, which is current, exists."""
+        index = self.stream.device.index
+        handle = torch.cuda.graph_pool_handle() if self._handle is None else self._handle
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, handle)
+        try:
+            with torch.no_grad():
+                x = torch.zeros(16, 16, dtype=torch.float16, device=self.stream.device)
+                torch.mm(x, x)
+                torch.addmm(x[0], x, x)  # cuBLASLt
+        finally:
+            torch._C._cuda_endAllocateToPool(index, handle)
+            if self._handle is not None:
+                torch._C._cuda_releasePool(index, handle)
+            # The first use is never released, which keeps the pool reserved.
+            self._handle = handle
+
+
+# Lanes whose GraphPool is gone, by device index.
+_IDLE_LANES: defaultdict[int, list[_Lane]] = defaultdict(list)
+
+
 class GraphPool:
     """The memory pool and the capture stream shared by all graphs of one device.
 
@@ -46,16 +82,14 @@ class GraphPool:
             raise ValueError(f"device must be a CUDA device, got {self._device}")
         self.reserved_bytes = 0
         self._handle: torch.cuda._POOL_HANDLE | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._lane: _Lane | None = None
         # torch refuses a pool that lost its last graph, so the live graphs are counted here.
         self._live: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @property
     def stream(self) -> torch.cuda.Stream:
         """The stream on which warm-up and capture run; created on first use."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return self._stream
+        return self._acquire_lane().stream
 
     @property
     def device(self) -> torch.device:
@@ -76,17 +110,27 @@ class GraphPool:
         the random generators are left usable and the exception goes on.
         """
         with _CAPTURE_LOCK, torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise TorchPagedError("a capture is already under way on this stream")
+            _refuse_nesting()
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
             reserved = torch.cuda.memory_reserved(self.device)
             with _no_garbage_collection(), torch.cuda.stream(self.stream):
+                self._acquire_lane().prepare_cublas()
                 outputs = self._record(graph, fn, generators)
             self._live.add(graph)
             self.reserved_bytes += max(torch.cuda.memory_reserved(self.device) - reserved, 0)
             return graph, outputs
+
+    def _acquire_lane(self) -> _Lane:
+        if self._lane is None:
+            index = self._device.index
+            index = torch.cuda.current_device() if index is None else index
+            idle = _IDLE_LANES[index]
+            lane = idle.pop() if idle else _Lane(torch.device("cuda", index))
+            weakref.finalize(self, idle.append, lane).atexit = False
+            self._lane = lane
+        return self._lane
 
     def _record(
         self,
@@ -96,9 +140,6 @@ class GraphPool:
     ) -> Outputs:
         if self._handle is None or not self._live:
             self._handle, self.reserved_bytes = torch.cuda.graph_pool_handle(), 0
-        # A cuBLAS workspace made before the capture could be freed under the graph; one that
-        # outlives it would pin the pool. Made and dropped within, it belongs to the graph.
-        _clear_cublas_workspaces()
         try:
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             outputs = fn()
@@ -107,10 +148,7 @@ class GraphPool:
                 self._end(graph, generators)
             graph.reset()
             raise
-        else:
-            self._end(graph, generators)
-        finally:
-            _clear_cublas_workspaces()
+        self._end(graph, generators)
         return outputs
 
     def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
@@ -160,12 +198,14 @@ class GraphPool:
         The states of the default generator and of `generators` are put back afterwards.
         """
         with torch.cuda.device(self.device):
+            _refuse_nesting()
             stream, caller = self.stream, torch.cuda.current_stream()
             default = torch.cuda.default_generators[self.device.index]
             saved = [(generator, generator.get_state()) for generator in (default, *generators)]
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
+                    self._acquire_lane().prepare_cublas()
                     warmup()
             finally:
                 caller.wait_stream(stream)
@@ -194,7 +234,8 @@ class GraphCache(Generic[Outputs]):
     """Graphs by key, captured on first use, replayed afterwards, least recently used dropped.
 
     Replays run on the caller's current stream. Two threads may capture through one cache, but
-    they must not replay at the same time (see `GraphPool`).
+    they must not replay at the same time (see `GraphPool`). Other threads may use the device
+    during a capture, but torch up to 2.11 refuses them random numbers until it has ended.
 
     Attributes:
         num_captures: captures that succeeded, over the life of the cache.
@@ -319,6 +360,11 @@ class GraphCache(Generic[Outputs]):
         self.pool.forget([entry.graph for entry in entries])
 
 
+def _refuse_nesting() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise TorchPagedError("a capture is already under way on this stream")
+
+
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Keep finalizers of unrelated objects from calling the driver during a capture."""
@@ -329,12 +375,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _clear_cublas_workspaces() -> None:
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
 
 
 __all__ = ["CapturedGraph", "GraphCache", "GraphPool"]

@@ -34,8 +34,9 @@ def embed_reference(
     if slots is None:
         out = F.embedding(ids, weight)
     else:
-        out = F.embedding(ids.index_select(0, slots.clamp(min=0)), weight)
-        out.masked_fill_((slots < 0).unsqueeze(1), 0.0)
+        padding = slots < 0
+        tokens = ids.index_select(0, slots.clamp(min=0)).masked_fill_(padding, 0)
+        out = F.embedding(tokens, weight).masked_fill_(padding.unsqueeze(1), 0.0)
     return out if scale == 1.0 else out.mul_(scale)
 
 
@@ -60,16 +61,16 @@ def _embed_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    index = row
-    live = True
     if HAS_SLOTS:
-        index = tl.load(slots_ptr + row).to(tl.int64)
-        live = index >= 0
-    token = tl.load(ids_ptr + index, mask=live, other=0).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        live = slot >= 0
+        token = tl.load(ids_ptr + slot, mask=live, other=0).to(tl.int64)
+    else:
+        token = tl.load(ids_ptr + row).to(tl.int64)
     inside = (token >= 0) & (token < vocab_size)
-    value = tl.load(weight_ptr + token * stride_wv + cols, mask=mask & inside, other=0.0)
-    value = value.to(tl.float32) * scale
     # An id outside the table must not read foreign memory, nor pass for a token.
+    weight_row = weight_ptr + tl.where(inside, token, 0) * stride_wv
+    value = tl.load(weight_row + cols, mask=mask, other=0.0).to(tl.float32) * scale
     value = tl.where(inside, value, float("nan"))
     if HAS_SLOTS:
         value = tl.where(live, value, 0.0)

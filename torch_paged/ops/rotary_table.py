@@ -70,12 +70,12 @@ def _rotary_table_kernel(
     inv_freq = tl.load(inv_freq_ptr + cols, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
-    index = row
-    live = True
     if HAS_SLOTS:
-        index = tl.load(slots_ptr + row).to(tl.int64)
-        live = index >= 0
-    position = tl.load(positions_ptr + index, mask=live, other=0)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        live = slot >= 0
+        position = tl.load(positions_ptr + slot, mask=live, other=0)
+    else:
+        position = tl.load(positions_ptr + row)
     angle = position.to(tl.float32) * inv_freq
     # tl.cos is the hardware approximation, off by whole digits at positions in the thousands.
     if EXACT:

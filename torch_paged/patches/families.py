@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from torch_paged.decoder.slots import override_reason
+from torch_paged.decoder.slots import hook_dicts, override_reason
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.gpt_neox import read_gpt_neox
 from torch_paged.patches.llama_like import Traits, read_llama_like
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import is_output_capturing_hook
+from torch_paged.patches.seams import global_forward_hooks, is_output_capturing_hook
 
 Reader = Callable[[Any], DecoderSpec]
 
@@ -62,24 +62,37 @@ def read_spec(model: nn.Module) -> DecoderSpec:
     reader = FAMILIES.get((cls.__module__.removeprefix("transformers.models."), cls.__name__))
     if reader is None or not cls.__module__.startswith("transformers.models."):
         raise SpecRefusal(f"no fused decoder for {cls.__module__}.{cls.__qualname__}")
-    spec = reader(model)
+    try:
+        spec = reader(model)
+    except AttributeError as error:
+        raise SpecRefusal(f"its modules are not those of {cls.__qualname__}: {error}") from error
     _refuse_overridden_containers(model, spec)
     return spec
 
 
 def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
-    """Modules between the model and the spec's own are not called, so nothing may hang there."""
-    owned = {id(r.module) for r in spec_modules(spec)}
-    inside = {id(m) for r in spec_modules(spec) for m in r.module.modules()}
+    """Modules above the spec's own are not called, so nothing may hang there."""
+    owned = [ref.module for ref in spec_modules(spec)]
+    called = {id(module) for owner in owned for module in owner.modules()}
     for name, module in model.named_modules():
-        if id(module) in owned or id(module) in inside or module is model:
-            continue
         reason = override_reason(module, ignore_hook=is_output_capturing_hook)
-        if reason:
-            raise SpecRefusal(f"{name} cannot be bypassed: {reason}")
-    reason = override_reason(model, ignore_hook=is_output_capturing_hook)
-    if reason:
-        raise SpecRefusal(f"the model cannot be bypassed: {reason}")
+        if reason and id(module) not in called:
+            raise SpecRefusal(f"{name or 'the model'} cannot be bypassed: {reason}")
+
+
+def hook_reason(model: nn.Module) -> str:
+    """Say which module has a user's forward hook, or return "".
+
+    A hook fires once per forward with the shapes of that forward; a replayed step would not call
+    it, and packed prompts would show it other shapes.
+    """
+    if any(global_forward_hooks()):
+        return "there are global forward hooks"
+    for name, module in model.named_modules():
+        for hooks in hook_dicts(module):
+            if any(not is_output_capturing_hook(hook) for hook in hooks.values()):
+                return f"{name or 'the model'} has forward hooks"
+    return ""
 
 
 def dropout_reason(model: nn.Module) -> str:

@@ -27,7 +27,7 @@ def read_gpt_neox(model: Any) -> DecoderSpec:
         embedding=ref(model, "gpt_neox.embed_in"),
         layers=tuple(_read_layer(model, i) for i in range(config.num_hidden_layers)),
         final_norm=_layer_norm(model, "gpt_neox.final_layer_norm"),
-        head=linear(model, "embed_out", config.hidden_size, config.vocab_size),
+        head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
         rotaries=(rotary(model, "gpt_neox.rotary_emb", config),),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # 5.24 renamed the forward argument and the output field `past_key_values` to `cache`.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -53,9 +55,13 @@ class SampleSeam:
         return self._original if self._original is not None else GenerationMixin._sample
 
     def install(self, replacement: _SampleMethod) -> None:
-        """Patch on the first use; later uses only count."""
+        """Patch on the first use; later uses only count.
+
+        A foreign patch over ours calls ours, so patching over it again would loop for ever.
+        """
         with self._lock:
-            if self._users == 0 and GenerationMixin._sample is not self._installed:
+            gone = GenerationMixin._sample is self._original
+            if self._users == 0 and (self._installed is None or gone):
                 self._original = GenerationMixin._sample
                 self._installed = replacement
                 GenerationMixin._sample = replacement  # type: ignore[method-assign,assignment]
@@ -101,6 +107,12 @@ def is_output_capturing_hook(hook: object) -> bool:
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
+def global_forward_hooks() -> tuple[Any, ...]:
+    """Return torch's dictionaries of hooks that run for every module."""
+    module = torch.nn.modules.module
+    return (module._global_forward_hooks, module._global_forward_pre_hooks)
+
+
 def call_cache(model_kwargs: dict[str, Any]) -> Any:
     """Return the cache of this call under either of its names, or None."""
     for name in CACHE_NAMES:
@@ -109,21 +121,9 @@ def call_cache(model_kwargs: dict[str, Any]) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    """Run the model with eager attention: sdpa drops softcaps, so it is no reference.
-
-    Configs are shared between models; callers hold a lock and keep the block short.
-    """
-    configs = {id(c): c for c in (m.config for m in model.modules() if hasattr(m, "config"))}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        for config, _ in before:
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
+def eager_attention(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Run the model with eager attention: sdpa drops softcaps, so it is no reference."""
+    return switch_attention(model, "eager")
 
 
 def cache_is_user_defined(cache: Any) -> bool:
@@ -151,3 +151,47 @@ def decoder_only_output(*, sequences: Any, cache: Any, **fields: Any) -> Any:
     return GenerateDecoderOnlyOutput(
         sequences=sequences, **{_OUTPUT_CACHE_FIELD: cache}, **fields
     )
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Register an attention function; without a mask function of that name none is built."""
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, function)
+
+
+@contextlib.contextmanager
+def switch_attention(model: Any, name: str) -> Iterator[None]:
+    """Set the attention of every config of `model` to `name` within the block.
+
+    Configs are shared between models; callers hold a lock and keep the block short.
+    """
+    configs = {id(c): c for c in (m.config for m in model.modules() if hasattr(m, "config"))}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation = old
+
+
+class PassThroughCache(Cache):
+    """A cache that keeps nothing: `update` hands its input on to attention, which stores it."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return length, 0

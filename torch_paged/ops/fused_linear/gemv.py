@@ -1,33 +1,26 @@
-"""`fused_linear` for few rows: every weight is read once into registers and meets FP32 units.
+"""`fused_linear` on FP32 units: few rows, and float32 at any number of rows.
 
-A program owns ROWS x WARPS output features; warp w owns features w, w + WARPS, ... of them whole, so
-nothing crosses warps. Along in_features a warp takes chunks of 32 lanes x VEC elements (16 bytes a
-lane), CHUNKS of them at a time: one tile. The first tile does not wait for the previous kernel,
-and each later one is loaded while its predecessor is multiplied. With programmatic dependent
-launch, the aim of a configuration is therefore that all programs of a small layer are resident at
-once, next to those of the previous kernel, with most of their weights in flight.
+A program owns ROWS x WARPS output features; warp w owns features w, w + WARPS, ... of them whole,
+so nothing crosses warps. Along in_features a warp takes chunks of 32 lanes x VEC elements (16
+bytes a lane), CHUNKS of them at a time: one tile. The first tile does not wait for the previous
+kernel, and each later one is loaded while its predecessor is multiplied. With programmatic
+dependent launch, the aim of a configuration is therefore that all programs of a small layer are
+resident at once, next to those of the previous kernel, with most of their weights in flight.
 
 The order of the sum over in_features depends on neither the number of rows nor the grid.
 """
 
 from __future__ import annotations
 
-from torch_paged.ops.glu import activate
+from torch_paged.ops.fused_linear.parts import (
+    finish,
+    load_bias,
+    load_gain,
+    load_residual,
+    load_streamed,
+    locate,
+)
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
-
-
-@triton.jit
-def _load_tile(ptrs, k, row_mask, K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
-    """Load one tile of a streamed weight; it will not be read again."""
-    if EVEN_K and EVEN_N:
-        tile = tl.load(ptrs, eviction_policy="evict_first")
-    elif EVEN_K:
-        tile = tl.load(ptrs, mask=row_mask, other=0.0, eviction_policy="evict_first")
-    elif EVEN_N:
-        tile = tl.load(ptrs, mask=k < K, other=0.0, eviction_policy="evict_first")
-    else:
-        tile = tl.load(ptrs, mask=row_mask & (k < K), other=0.0, eviction_policy="evict_first")
-    return tile
 
 
 @triton.jit
@@ -46,6 +39,19 @@ def _warp_sums(sums, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _load_x(x_ptrs, k, token_mask, K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_T: tl.constexpr):
+    if EVEN_K and EVEN_T:
+        x = tl.load(x_ptrs)
+    elif EVEN_K:
+        x = tl.load(x_ptrs, mask=token_mask, other=0.0)
+    elif EVEN_T:
+        x = tl.load(x_ptrs, mask=k < K, other=0.0)
+    else:
+        x = tl.load(x_ptrs, mask=token_mask & (k < K), other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_tokens"])
 def _gemv_kernel(
     x_ptr,
     w0_ptr,
@@ -61,7 +67,7 @@ def _gemv_kernel(
     n0,
     n1,
     n2,
-    stride_x,  # in units of VEC, as the strides of the weights
+    stride_x,  # strides of x and of the weights: in units of VEC
     stride_w0,
     stride_w1,
     stride_w2,
@@ -85,123 +91,118 @@ def _gemv_kernel(
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    EVEN_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * gain[k] * x[t, k] + bias[n])."""
+    """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * gain[k] * x[t, k])."""
     if PDL:
         gdc_launch_dependents()
+    block, w_ptr, b_ptr, stride_w, n, column, has_bias, width = locate(
+        tl.program_id(0),
+        w0_ptr,
+        w1_ptr,
+        w2_ptr,
+        b0_ptr,
+        b1_ptr,
+        b2_ptr,
+        n0,
+        n1,
+        n2,
+        stride_w0,
+        stride_w1,
+        stride_w2,
+        HAS_BIAS0,
+        HAS_BIAS1,
+        HAS_BIAS2,
+        NUM_WEIGHTS,
+        GATED,
+        ROWS * WARPS,
+    )
     CHUNK: tl.constexpr = 32 * VEC
-    block = tl.program_id(0)
-    w_ptr = w0_ptr
-    b_ptr = b0_ptr
-    n = n0
-    stride_w = stride_w0
-    column = 0
-    width = n0
-    has_bias = HAS_BIAS0
-    if NUM_WEIGHTS > 1 and not GATED:
-        width += n1
-        first = tl.cdiv(n0, ROWS * WARPS)
-        second = block >= first
-        w_ptr = tl.where(second, w1_ptr, w_ptr)
-        b_ptr = tl.where(second, b1_ptr, b_ptr)
-        stride_w = tl.where(second, stride_w1, stride_w)
-        has_bias = tl.where(second, HAS_BIAS1, has_bias)
-        n = tl.where(second, n1, n)
-        column = tl.where(second, n0, column)
-        start = tl.where(second, first, 0)
-        if NUM_WEIGHTS > 2:
-            width += n2
-            first += tl.cdiv(n1, ROWS * WARPS)
-            third = block >= first
-            w_ptr = tl.where(third, w2_ptr, w_ptr)
-            b_ptr = tl.where(third, b2_ptr, b_ptr)
-            stride_w = tl.where(third, stride_w2, stride_w)
-            has_bias = tl.where(third, HAS_BIAS2, has_bias)
-            n = tl.where(third, n2, n)
-            column = tl.where(third, n0 + n1, column)
-            start = tl.where(third, first, start)
-        block -= start
-
-    # The last dim spans the threads: warp, lane, element. Rows follow the warp, k the rest.
-    r_token = tl.arange(0, TOKENS)[:, None, None, None]
-    r_row = tl.arange(0, ROWS)[None, :, None, None]
-    r_chunk = tl.arange(0, CHUNKS)[None, None, :, None]
-    r_thread = tl.arange(0, WARPS * CHUNK)[None, None, None, :]
-    rows = block * (ROWS * WARPS) + r_row * WARPS + r_thread // CHUNK
-    row_mask = rows < n
-    k = r_chunk * CHUNK + r_thread % CHUNK
     TILE: tl.constexpr = CHUNKS * CHUNK
     TILES: tl.constexpr = (K + TILE - 1) // TILE
+    # Short sums unroll: no registers to shuffle between the turns of a loop.
+    UNROLL: tl.constexpr = TILES if TILES <= 4 else 1
 
+    # The last dim spans the threads (warp, lane, element): rows follow the warp, k the rest.
+    r_thread = tl.arange(0, WARPS * CHUNK)[None, None, None, :]
+    r_row = tl.arange(0, ROWS)[None, :, None, None]
+    rows = block * (ROWS * WARPS) + r_row * WARPS + r_thread // CHUNK
+    row_mask = rows < n
+    k = tl.arange(0, CHUNKS)[None, None, :, None] * CHUNK + r_thread % CHUNK
     w_ptrs = w_ptr + rows.to(tl.int64) * stride_w * VEC + k
-    weight = _load_tile(w_ptrs, k, row_mask, K, EVEN_K, EVEN_N)
-    up = weight
+    weight = load_streamed(w_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
     up_ptrs = w_ptrs
+    up = weight
     if GATED:
         up_ptrs = w1_ptr + rows.to(tl.int64) * stride_w1 * VEC + k
-        up = _load_tile(up_ptrs, k, row_mask, K, EVEN_K, EVEN_N)
-    gain_ptrs = norm_ptr + k
+        up = load_streamed(up_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
+    gain = k
+    if HAS_GAIN:
+        gain = load_gain(norm_ptr, k, K)
+    HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
+    r_row = tl.arange(0, ROWS)[None, :, None] * WARPS + tl.arange(0, WARPS)[None, None, :]
+    out_rows = block * (ROWS * WARPS) + r_row
+    bias = load_bias(b_ptr, out_rows, n, has_bias, HAS_BIAS)
+    up_bias = load_bias(b1_ptr, out_rows, n, True, GATED and HAS_BIAS1)
     if PDL:
         gdc_wait()
 
-    token_mask = r_token < num_tokens
-    x_ptrs = x_ptr + r_token.to(tl.int64) * stride_x * VEC + k
+    out_tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    out_mask = (out_tokens < num_tokens) & (out_rows < n)
+    out_columns = column + out_rows
+    residual = load_residual(
+        residual_ptr, stride_residual, out_tokens, out_columns, out_mask, HAS_RESIDUAL
+    )
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None, None, None]
+    token_mask = tokens < num_tokens
+    x_ptrs = x_ptr + tokens.to(tl.int64) * stride_x * VEC + k
     squares = tl.zeros([TOKENS, 1, WARPS * 32], tl.float32)
     acc = tl.zeros([TOKENS, ROWS, WARPS * 32], tl.float32)
     acc_up = acc
-    for tile in range(TILES):
-        if EVEN_K:
-            x = tl.load(x_ptrs, mask=token_mask, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(x_ptrs, mask=token_mask & (k + tile * TILE < K), other=0.0)
-            x = x.to(tl.float32)
-        if NORM:
-            squares += _lane_sums(x * x, WARPS, VEC)
-            if HAS_GAIN:
-                if EVEN_K:
-                    gain = tl.load(gain_ptrs).to(tl.float32)
-                else:
-                    gain = tl.load(gain_ptrs, mask=k + tile * TILE < K, other=0.0)
-                    gain = gain.to(tl.float32)
-                x *= gain + norm_offset
+    for tile in tl.range(0, TILES, loop_unroll_factor=UNROLL):
+        x = _load_x(x_ptrs, k, token_mask, K, EVEN_K, EVEN_T)
         this = weight
         this_up = up
-        if tile + 1 < TILES:
-            w_ptrs += TILE
-            weight = _load_tile(w_ptrs, k + (tile + 1) * TILE, row_mask, K, EVEN_K, EVEN_N)
-            if GATED:
-                up_ptrs += TILE
-                up = _load_tile(up_ptrs, k + (tile + 1) * TILE, row_mask, K, EVEN_K, EVEN_N)
+        this_gain = gain
+        k += TILE
+        x_ptrs += TILE
+        w_ptrs += TILE
+        more = row_mask & (tile + 1 < TILES)
+        weight = load_streamed(w_ptrs, k, more, K, EVEN_K, True)
+        if GATED:
+            up_ptrs += TILE
+            up = load_streamed(up_ptrs, k, more, K, EVEN_K, True)
+        if HAS_GAIN:
+            gain = load_gain(norm_ptr, k, K)
+        x = x.to(tl.float32)
+        if NORM:
+            squares += _lane_sums(x * x, WARPS, VEC)
+        if HAS_GAIN:
+            x *= this_gain.to(tl.float32) + norm_offset
         acc += _lane_sums(this.to(tl.float32) * x, WARPS, VEC)
         if GATED:
             acc_up += _lane_sums(this_up.to(tl.float32) * x, WARPS, VEC)
-        x_ptrs += TILE
-        gain_ptrs += TILE
 
-    tokens = tl.arange(0, TOKENS)[:, None, None]
-    r_warp = tl.arange(0, WARPS)[None, None, :]
-    rows = block * (ROWS * WARPS) + tl.arange(0, ROWS)[None, :, None] * WARPS + r_warp
-    row_mask = rows < n
-    mask = (tokens < num_tokens) & row_mask
     y = _warp_sums(acc, WARPS)
+    y_up = y
+    if GATED:
+        y_up = _warp_sums(acc_up, WARPS)
     if NORM:
         scale = tl.rsqrt(_warp_sums(squares, WARPS) / K + eps)
         y *= scale
-    if HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2:
-        y += tl.load(b_ptr + rows, mask=row_mask & has_bias, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        y = activate(y, ACTIVATION)
-    if GATED:
-        up = _warp_sums(acc_up, WARPS)
-        if NORM:
-            up *= scale
-        if HAS_BIAS1:
-            up += tl.load(b1_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
-        y *= up
-    columns = column + rows
-    if HAS_RESIDUAL:
-        offset = tokens.to(tl.int64) * stride_residual + columns
-        y += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + tokens.to(tl.int64) * width + columns
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        y_up *= scale
+    finish(
+        y,
+        y_up,
+        bias,
+        up_bias,
+        residual,
+        out_ptr + out_tokens.to(tl.int64) * width + out_columns,
+        out_mask,
+        HAS_BIAS,
+        GATED and HAS_BIAS1,
+        HAS_RESIDUAL,
+        ACTIVATION,
+        GATED,
+    )

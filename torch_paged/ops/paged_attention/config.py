@@ -36,6 +36,16 @@ _INTERPRETED_DECODE_CONFIG = DecodeConfig(
 _INTERPRETED_SMS = 16
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Tile of the prefill kernel: block_m (query, head) pairs by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
 @functools.cache
 def _cuda_sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -59,6 +69,26 @@ def num_splits(num_programs: int, max_tokens: int, num_sms: int, config: DecodeC
         return 1
     wanted = config.programs_per_sm * num_sms // max(num_programs, 1)
     return max(1, min(wanted, config.max_splits, -(-max_tokens // config.min_split_tokens)))
+
+
+def prefill_config(
+    query: torch.Tensor, block_d: int, num_pairs: int, max_query_len: int
+) -> PrefillConfig:
+    """Return the prefill tile for heads padded to `block_d`; num_pairs is tokens times heads."""
+    if query.device.type != "cuda":
+        return PrefillConfig(16, 16, 4, 1)
+    major, minor = device_capability(query.device.index or 0)
+    if query.element_size() == 4:
+        return PrefillConfig(32, 32 if block_d <= 128 else 16, 4, 1)
+    if major < 8 or (major, minor) in ((8, 6), (8, 9), (12, 0)):
+        # 64 to 100 KiB of shared memory.
+        return PrefillConfig(64, 64 if block_d <= 128 else 32, 4, 1 if major < 8 else 2)
+    few = num_pairs < 128 * sm_count(query.device)
+    if block_d > 128:
+        return PrefillConfig(64, 64, 4, 2)
+    if few:
+        return PrefillConfig(64, 64, 4, 3)
+    return PrefillConfig(128, 128 if block_d <= 64 else 64, 8, 3)
 
 
 def dot_precision() -> str:

@@ -20,9 +20,13 @@ NO_SCORE = tl.constexpr(-1.0e30) if HAS_TRITON else -1.0e30
 def capped_scores(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return ``softcap * tanh(raw * scale / softcap)``, or ``raw * scale``, in log2 units."""
     if HAS_SOFTCAP:
-        # tanh(y) = 1 - 2 / (exp(2y) + 1), right at both infinities of the exponential.
-        grown = tl.exp2(raw * (2.0 * scale / softcap * LOG2E))
-        return (1.0 - 2.0 / (grown + 1.0)) * (softcap * LOG2E)
+        y = raw * (scale / softcap)
+        # tanh(y) = 1 - 2 / (exp(2y) + 1) is right at both infinities of the exponential; near
+        # zero, where it cancels, the series is.
+        far = 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2E)) + 1.0)
+        z = y * y
+        near = y * (1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
+        return tl.where(tl.abs(y) < 0.25, near, far) * (softcap * LOG2E)
     return raw * (scale * LOG2E)
 
 

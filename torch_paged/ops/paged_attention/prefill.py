@@ -10,12 +10,93 @@ from torch_paged.ops.paged_attention.checks import (
     check_slots,
     check_window,
 )
+from torch_paged.ops.paged_attention.config import (
+    PrefillConfig,
+    dot_precision,
+    prefill_config,
+)
+from torch_paged.ops.paged_attention.prefill_kernel import prefill_attention_kernel
 from torch_paged.ops.paged_attention.reference import paged_prefill_attention_reference
 from torch_paged.ops.registration import register_op
+from torch_paged.ops.triton_compat import triton, use_pdl
 
 
-def _launch_paged_prefill_attention(*args):
-    raise NotImplementedError
+def _launch_paged_prefill_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size, v_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    num_rows = slots.shape[0]
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_tokens, num_heads, v_dim), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_dv = max(16, triton.next_power_of_2(v_dim))
+    config = config or prefill_config(
+        query, max(block_d, block_dv), num_tokens * num_heads, min(max_query_len, num_tokens)
+    )
+    num_tiles = triton.cdiv(num_tokens * group, config.block_m) + num_rows + 1
+    pdl = {"launch_pdl": True} if use_pdl(query) else {}
+    prefill_attention_kernel[(num_kv_heads, num_tiles)](
+        query,
+        k_cache,
+        v_cache,
+        block_table,
+        slots,
+        cu_seqlens_q,
+        context_lens,
+        query if sinks is None else sinks,
+        query if alibi_slopes is None else alibi_slopes,
+        out,
+        scale,
+        softcap,
+        window,
+        num_tokens,
+        num_rows,
+        query.stride(0),
+        block_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        stride_qh=query.stride(1),
+        stride_kcs=k_cache.stride(2),
+        stride_vcs=v_cache.stride(2),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_dim,
+        DV=v_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_B=triton.next_power_of_2(num_rows + 1),
+        BLOCK_M=config.block_m,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_N=max(config.block_n, block_size),
+        NUM_STAGES=config.num_stages,
+        HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_ALIBI=alibi_slopes is not None,
+        PRECISION=dot_precision(),
+        PDL=bool(pdl),
+        num_warps=config.num_warps,
+        **pdl,
+    )
+    return out
 
 
 def _fake_paged_prefill_attention(

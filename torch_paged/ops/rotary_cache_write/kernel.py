@@ -42,7 +42,7 @@ def _rotate_and_write(
     stride_ch,
     heads,
     num_heads,
-    write_cache,
+    num_cached_heads,
     eps,
     norm_offset,
     HEAD_DIM: tl.constexpr,
@@ -61,6 +61,7 @@ def _rotate_and_write(
     PASS: tl.constexpr = HEAD_DIM - 2 * HALF
     in_heads = heads[:, None] < num_heads
     x_rows = x_ptr + heads[:, None] * stride_xh
+    in_cached_heads = heads[:, None] < num_cached_heads
     cache_rows = cache_ptr + heads[:, None] * stride_ch
     if FULL_WIDTH:
         gain_rows = gain_ptr + heads[:, None] * HEAD_DIM
@@ -111,14 +112,15 @@ def _rotate_and_write(
         tl.store(x_rows + dim_a, rotated_a, mask=pair_mask)
         tl.store(x_rows + dim_b, rotated_b, mask=pair_mask)
         if HAS_CACHE:
-            tl.store(cache_rows + dim_a, rotated_a.to(CACHE_DTYPE), mask=pair_mask & write_cache)
-            tl.store(cache_rows + dim_b, rotated_b.to(CACHE_DTYPE), mask=pair_mask & write_cache)
+            cached_mask = in_cached_heads & (pair < HALF)
+            tl.store(cache_rows + dim_a, rotated_a.to(CACHE_DTYPE), mask=cached_mask)
+            tl.store(cache_rows + dim_b, rotated_b.to(CACHE_DTYPE), mask=cached_mask)
     if PASS > 0:
         if HAS_NORM:
             tl.store(x_rows + dim_p, p.to(DTYPE), mask=pass_mask)
         if HAS_CACHE:
             kept = p.to(DTYPE).to(CACHE_DTYPE)
-            tl.store(cache_rows + dim_p, kept, mask=pass_mask & write_cache)
+            tl.store(cache_rows + dim_p, kept, mask=in_cached_heads & (dim_p < HEAD_DIM))
 
 
 @triton.jit
@@ -189,7 +191,7 @@ def _rotary_cache_write_kernel(
             stride_qh,
             tile * BLOCK_HQ + tl.arange(0, BLOCK_HQ),
             num_query_heads,
-            False,
+            0,
             eps,
             norm_offset,
             HEAD_DIM,
@@ -205,7 +207,8 @@ def _rotary_cache_write_kernel(
     else:
         heads = (tile - num_query_tiles) * BLOCK_HKV + tl.arange(0, BLOCK_HKV)
         slot = tl.load(slot_mapping_ptr + token)
-        write_cache = slot >= 0
+        # A negative slot has no place in the cache.
+        num_cached_heads = tl.where(slot >= 0, num_kv_heads, 0)
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
         _rotate_and_write(
@@ -218,7 +221,7 @@ def _rotary_cache_write_kernel(
             stride_kch,
             heads,
             num_kv_heads,
-            write_cache,
+            num_cached_heads,
             eps,
             norm_offset,
             HEAD_DIM,
@@ -232,7 +235,7 @@ def _rotary_cache_write_kernel(
             True,
         )
         dim_v = tl.arange(0, BLOCK_DV)[None, :]
-        mask = (heads[:, None] < num_kv_heads) & (dim_v < VALUE_DIM) & write_cache
+        mask = (heads[:, None] < num_cached_heads) & (dim_v < VALUE_DIM)
         value_rows = value_ptr + token * stride_vt + heads[:, None] * stride_vh
         value = tl.load(value_rows + dim_v, mask=mask, other=0.0)
         v_rows = v_cache_ptr + block * stride_vcb + offset * stride_vcs

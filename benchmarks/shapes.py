@@ -1,0 +1,85 @@
+"""True shapes of the models that the goals are stated for; weights are random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def config(name: str) -> PretrainedConfig:
+    """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2) or "8b" (Llama-3.1)."""
+    if name == "0.6b":
+        return Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            tie_word_embeddings=True,
+            rope_parameters=_rope(1e6),
+        )
+    common: dict[str, Any] = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _rope(5e5),
+    }
+    if name == "1b":
+        return LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            head_dim=64,
+            tie_word_embeddings=True,
+            **common,
+        )
+    if name == "8b":
+        return LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **common
+        )
+    raise ValueError(f'name must be "0.6b", "1b" or "8b", got {name!r}')
+
+
+NAMES = ("0.6b", "1b", "8b")
+
+
+def build(name: str, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Build the model on `device` with random weights of a fixed seed."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config(name), attn_implementation="sdpa")
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes that one decode step must read: all weights, the embedding only where it is tied."""
+    total = sum(p.nbytes for p in model.parameters())
+    if not model.config.tie_word_embeddings:
+        total -= model.get_input_embeddings().weight.nbytes
+    return total
+
+
+def kv_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
+    """Bytes of keys and values that one decode step reads at this context."""
+    c = model.config
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * model.dtype.itemsize
+    return num_rows * num_tokens * per_token

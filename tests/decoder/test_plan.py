@@ -1,0 +1,124 @@
+"""Lowering and fusion: what the printed plan says, and that every form computes the same."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import AutoModelForCausalLM
+
+from torch_paged.config import Config
+from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.plan import Add, Glu, Linear, Norm, lower
+from torch_paged.decoder.step import DecoderStep
+from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
+from torch_paged.engine.core import EngineCore
+from torch_paged.patches.families import read_spec
+
+_DIMS = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+_CONFIGS = {
+    "llama": LlamaConfig(**_DIMS, attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(**_DIMS, head_dim=16),
+    "gemma2": Gemma2Config(**_DIMS, head_dim=16, sliding_window=8, query_pre_attn_scalar=9),
+    "phi3": Phi3Config(**_DIMS, partial_rotary_factor=0.5),
+    "gpt_neox": GPTNeoXConfig(**{**_DIMS, "num_key_value_heads": None}),
+}
+
+
+def make_model(name):
+    torch.manual_seed(0)
+    config = _CONFIGS[name]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def run_steps(model, spec, ids, prompt_len, *, fuse_linears):
+    """Teacher-forced logits [rows, steps, vocab] through one form of the plan."""
+    core = EngineCore(DecoderStep(model, spec, fuse_linears=fuse_linears), Config(), 128)
+    rows = ids.shape[0]
+    positions = torch.arange(prompt_len, dtype=torch.int32)
+    prompts = PackedPrompts(
+        (prompt_len,) * rows,
+        ids[:, :prompt_len].reshape(-1),
+        None,
+        positions.repeat(rows),
+        positions[-1:].expand(rows),
+    )
+    out = []
+    with torch.no_grad(), BatchRun(core, prompts, BatchLimits(ids.shape[1]), lag=0) as run:
+        out.append(run.prefill())
+        for at in range(prompt_len, ids.shape[1] - 1):
+            run.commit(ids[:, at].contiguous())
+            out.append(run.next_logits())
+    return torch.stack(out, dim=1)
+
+
+@pytest.mark.parametrize("name", _CONFIGS)
+@pytest.mark.parametrize("fuse_linears", [False, True], ids=["generic", "fused"])
+def test_every_form_of_the_plan_gives_the_models_own_logits(name, fuse_linears):
+    model = make_model(name)
+    ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 14:-1]
+    got = run_steps(model, read_spec(model), ids, 15, fuse_linears=fuse_linears)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_small_batch_plan_of_llama_has_five_kernels_a_layer():
+    spec = read_spec(make_model("llama"))
+    plan = fuse(lower(spec, "decode"), FusionProfile(linears=True))
+    # embed, one rotary table, five a layer, head
+    assert len(plan.instructions) == 2 + 5 * 2 + 1
+    assert not any(isinstance(i, Norm | Add | Glu) for i in plan.instructions)
+
+
+def test_large_batch_plan_adds_within_the_norm():
+    spec = read_spec(make_model("llama"))
+    plan = fuse(lower(spec, "decode"), FusionProfile(linears=False))
+    norms = [i for i in plan.instructions if isinstance(i, Norm)]
+    assert sum(norm.residual is not None for norm in norms) == len(norms) - 1
+    assert not any(isinstance(i, Add) for i in plan.instructions)
+
+
+def test_a_hooked_linear_stays_out_of_the_fusions_and_is_called():
+    model = make_model("llama")
+    calls = []
+    hooked = model.model.layers[1].mlp.down_proj
+    hooked.register_forward_hook(lambda m, args, out: calls.append(out.shape) or out * 2)
+    spec = read_spec(model)
+    plan = fuse(lower(spec, "decode"), FusionProfile(linears=True))
+    touching = [
+        i
+        for i in plan.instructions
+        if isinstance(i, Linear) and any(part.ref.module is hooked for part in i.parts)
+    ]
+    assert len(touching) == 1 and touching[0].residual is None
+    ids = torch.randint(97, (1, 20))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 9:-1]
+        calls.clear()
+        got = run_steps(model, spec, ids, 10, fuse_linears=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == got.shape[1]
+
+
+def test_a_plan_prints_one_line_an_instruction():
+    spec = read_spec(make_model("gemma2"))
+    plan = lower(spec, "prefill")
+    lines = str(plan).splitlines()
+    assert len(lines) == len(plan.instructions)
+    assert lines[0].startswith("h = embed[model.embed_tokens](ids) * 6.9")
+    assert "window=8, softcap=50" in str(plan)
+    assert lines[-1].startswith("logits_out = transform(logits")

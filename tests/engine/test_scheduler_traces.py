@@ -1,0 +1,164 @@
+"""Random traces of arrivals, cancellations and ends, in pools that are too small."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.prefix import PrefixCache
+from torch_paged.engine.request import Request
+from torch_paged.engine.scheduler import Scheduler
+
+sys.path.append(str(Path(__file__).parent))
+
+from simulated_engine import SimulatedEngine  # noqa: E402
+
+MAX_MODEL_LEN = 40
+TRACE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class HostBlocks:
+    """A swap space of a few host blocks; declines when they are out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(num_blocks))
+        self.num_taken = 0
+
+    def take(self, request: Request, num_blocks: int) -> Sequence[int] | None:
+        if num_blocks > len(self.free):
+            return None
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        self.num_taken += num_blocks
+        return taken
+
+    def give_back(self, host_blocks: Sequence[int]) -> None:
+        assert not set(host_blocks) & set(self.free)
+        self.free += host_blocks
+
+
+@st.composite
+def requests(draw: st.DrawFn, request_id: int) -> Request:
+    # Few distinct prompts, so that prefixes meet; some without ids, some that never fit.
+    length = draw(st.integers(1, 14) | st.just(MAX_MODEL_LEN))
+    prompt = None if draw(st.integers(0, 9)) == 0 else [draw(st.integers(0, 1))] * length
+    return Request(
+        request_id,
+        prompt,
+        draw(st.integers(1, 24)),
+        num_prompt_tokens=length,
+        priority=draw(st.integers(-2, 2)),
+        cache_salt=draw(st.sampled_from([b"", b"other"])),
+    )
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None]:
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    allocator = BlockAllocator(draw(st.integers(1, 24)))
+    prefix_caching = draw(st.booleans())
+    host = HostBlocks(draw(st.integers(0, 12))) if draw(st.booleans()) else None
+    scheduler = Scheduler(
+        allocator,
+        block_size=block_size,
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.integers(1, 20)),
+        max_model_len=MAX_MODEL_LEN,
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        aging_steps=draw(st.sampled_from([1, 8, 256])),
+        enable_prefix_caching=prefix_caching,
+        prefix_cache=PrefixCache(allocator) if prefix_caching else None,
+        reserve=draw(st.integers(0, 2)),
+        swap_space=host,
+    )
+    engine = SimulatedEngine(
+        scheduler,
+        allocator,
+        block_size=block_size,
+        lag=draw(st.sampled_from([0, 1, 4])),
+        vocab_size=draw(st.sampled_from([8, 1 << 20])),
+        eos=draw(st.sampled_from([None, 3])),
+    )
+    return engine, host
+
+
+@TRACE
+@given(st.data())
+def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) -> None:
+    engine, host = data.draw(engines())
+    cancelled: set[object] = set()
+    for step in range(data.draw(st.integers(0, 60))):
+        for _ in range(data.draw(st.integers(0, 2))):
+            engine.add(data.draw(requests(len(engine.requests))))
+        alive = [i for i, r in engine.requests.items() if not r.is_finished]
+        if alive and data.draw(st.integers(0, 7)) == 0:
+            cancelled.add(request_id := data.draw(st.sampled_from(alive)))
+            engine.cancel(request_id)
+        if not engine.scheduler.is_idle:
+            engine.step(decode=data.draw(st.integers(0, 4)) > 0)
+    engine.run()
+
+    for request_id, request in engine.requests.items():
+        expected = engine.expected(request) if request.error is None else []
+        reason = engine.reasons[request_id]
+        if request_id in cancelled:
+            assert reason == "cancelled"
+            assert request.output_ids == expected[: len(request.output_ids)]
+        elif reason == "error":
+            # Only what cannot fit, alone in the pool, may fail.
+            most = request.num_prompt_tokens + max(request.num_output_tokens, 1)
+            capacity = engine.allocator.num_blocks * engine.block_size
+            assert most > min(capacity, MAX_MODEL_LEN - 1)
+            assert request.error
+        else:
+            assert request.output_ids == expected
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert host is None or len(set(host.free)) == len(host.free)
+
+
+@TRACE
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    max_new_tokens=st.integers(2, 40),
+    steps_ahead=st.integers(1, 9),
+    first_blocks=st.integers(0, 8),
+)
+def test_closed_batch_runs_ahead_in_a_pool_that_grows(
+    lengths: list[int], max_new_tokens: int, steps_ahead: int, first_blocks: int
+) -> None:
+    allocator = BlockAllocator(first_blocks)
+
+    def make_room(num_blocks: int) -> bool:
+        allocator.grow(allocator.num_blocks + num_blocks)
+        return True
+
+    scheduler = Scheduler(
+        allocator,
+        block_size=4,
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=8,
+        max_model_len=60,
+        preempt=False,
+        make_room=make_room,
+    )
+    engine = SimulatedEngine(scheduler, allocator, block_size=4)
+    for i, length in enumerate(lengths):
+        engine.add(Request(i, None, max_new_tokens, num_prompt_tokens=length))
+    while scheduler.num_waiting or any(r.decode_since < 0 for r in engine.requests.values()):
+        engine.step(decode=False)
+    assert [r.slot for r in engine.requests.values()] == list(range(len(lengths)))
+    engine.step()
+    for start in range(0, max_new_tokens - 2, steps_ahead):
+        engine.write_updates(scheduler.ensure_decode_blocks(steps_ahead))
+        for _ in range(min(steps_ahead, max_new_tokens - 2 - start)):
+            engine.in_flight.append(engine.decode_rows())
+            scheduler.advance(1)
+            engine.check()
+    engine.run()
+    for request in engine.requests.values():
+        assert request.output_ids == engine.expected(request)
+    assert scheduler.num_preemptions == 0

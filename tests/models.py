@@ -1,0 +1,250 @@
+"""Tiny deterministic models, prompts and Hugging Face reference runs for the tests."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+DROP = object()  # for a field of BASE that a config class does not take
+BASE = dict(
+    vocab_size=257,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.35,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+# Tokens are compared where the two best logits are further apart than this.
+NEAR_TIE = 0.01
+# What a model's forward and generate() call their cache: renamed in transformers 5.24.
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
+
+
+class Family(NamedTuple):
+    """A kind of model: its config class, a weight seed without near ties, and config fields."""
+
+    config_class: type[PretrainedConfig]
+    seed: int
+    fields: dict[str, Any]
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, 8, {}),
+    "qwen3": Family(Qwen3Config, 3, {"head_dim": 16}),
+    "mistral": Family(MistralConfig, 4, {"sliding_window": 17}),
+    "qwen2": Family(Qwen2Config, 1, {}),
+    "gemma2": Family(
+        Gemma2Config,
+        23,
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "phi3": Family(Phi3Config, 5, {"partial_rotary_factor": 0.5}),
+    "gpt_neox": Family(GPTNeoXConfig, 10, {"num_key_value_heads": DROP, "rotary_pct": 0.25}),
+}
+
+
+def tiny(
+    config_class: type[PretrainedConfig],
+    weight_seed: int = 0,
+    device: torch.device | str = "cpu",
+    **fields: Any,
+) -> PreTrainedModel:
+    """Build a random float32 eager-attention model whose gains, biases and sinks all matter."""
+    merged = {k: v for k, v in {**BASE, **fields}.items() if v is not DROP}
+    torch.manual_seed(weight_seed)
+    model = AutoModelForCausalLM.from_config(config_class(**merged), attn_implementation="eager")
+    model = model.float().eval()
+    noise = torch.Generator().manual_seed(1000 + weight_seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() != 1 and "sinks" not in name:
+                continue
+            values = torch.randn(parameter.shape, generator=noise)
+            if "sinks" in name:
+                parameter.copy_(2 * values + 1)
+            elif "norm" in name or "ln_" in name:
+                parameter.add_(0.3 * values)
+            else:
+                parameter.add_(0.2 * values)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(device)
+
+
+def tiny_family(
+    name: str, device: torch.device | str = "cpu", seed: int | None = None
+) -> PreTrainedModel:
+    """Build the tiny model of a row of FAMILIES."""
+    family = FAMILIES[name]
+    weight_seed = family.seed if seed is None else seed
+    return tiny(family.config_class, weight_seed, device, **family.fields)
+
+
+def tape_model(chain: Sequence[int], device: torch.device | str, vocab: int = 263) -> nn.Module:
+    """Build a Llama whose greedy next token depends on the last token alone.
+
+    `chain[i]` is followed by `chain[i + 1]`, its last token by 2, the end token; the tokens of
+    `chain` must be distinct.
+    """
+    width = -(-vocab // 16) * 16
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=width // 16,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).float().eval()
+    model.set_attn_implementation("eager")
+    following = dict(zip(chain, [*chain[1:], 2], strict=True))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+        model.lm_head.weight.zero_()
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        for token in range(vocab):
+            model.model.embed_tokens.weight[token, token] = 1.0
+            model.lm_head.weight[following.get(token, 2), token] = 1.0
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    return model.to(device)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer of 259 bytes and special tokens, and four merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[character] = len(vocab)
+    merges = [("D", "E"), ("DE", "F"), ("\u0120", "b"), ("H", "I")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def prompt(length: int, seed: int, vocab: int = 257, device: torch.device | str = "cpu") -> Tensor:
+    """Return random ids [1, length], none of them a special token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (1, length), generator=generator).to(device)
+
+
+def left_pad(rows: Sequence[Tensor], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ids and mask [len(rows), longest]."""
+    width = max(row.shape[1] for row in rows)
+    ids = rows[0].new_full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - row.shape[1] :] = row[0]
+        mask[i, width - row.shape[1] :] = 1
+    return ids, mask
+
+
+def padded_prompts(
+    lengths: Sequence[int], device: torch.device | str, vocab: int = 257
+) -> tuple[Tensor, Tensor]:
+    """Return ids and mask of one random prompt per length, left-padded."""
+    return left_pad([prompt(length, length, vocab, device) for length in lengths])
+
+
+class Reference(NamedTuple):
+    """What Hugging Face generates: sequences, raw logits [B, V] by step, smallest gap."""
+
+    sequences: Tensor
+    logits: tuple[Tensor, ...]
+    gap: float
+
+
+def smallest_gap(logits: Sequence[Tensor]) -> float:
+    """Return the smallest distance between the two best logits of a row and step."""
+    best = torch.stack(list(logits)).float().topk(2, -1).values
+    return float((best[..., 0] - best[..., 1]).min())
+
+
+def reference(model: nn.Module, ids: Tensor, num_tokens: int = 24, **kwargs: Any) -> Reference:
+    """Generate greedily on a copy of a model that is not accelerated; fail on a near tie."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    kwargs = {"max_new_tokens": num_tokens, "do_sample": False, **kwargs}
+    output = copy.deepcopy(model).generate(
+        ids, return_dict_in_generate=True, output_logits=True, **kwargs
+    )
+    gap = smallest_gap(output.logits)
+    assert gap > NEAR_TIE, f"a near tie of {gap:.4f} decides this case: take another seed"
+    return Reference(output.sequences, output.logits, gap)
+
+
+def greedy(model: nn.Module, ids: Tensor, num_tokens: int = 24, **kwargs: Any) -> Any:
+    """Generate greedily with the same arguments as `reference`, asking for sequences alone."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **{"max_new_tokens": num_tokens, "do_sample": False, **kwargs})
+
+
+class Seeded(NamedTuple):
+    """A seeded run: its result and the states of the generators after it."""
+
+    result: Any
+    states: tuple[Tensor, ...]
+
+
+def generator_states() -> tuple[Tensor, ...]:
+    """Return the states of the CPU's and the GPU's default generators."""
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_available() else states
+
+
+def seeded(model: nn.Module, seed: int, ids: Tensor, **kwargs: Any) -> Seeded:
+    """Seed torch, generate with sampling unless told otherwise, keep the generators' states."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    torch.manual_seed(seed)
+    result = model.generate(ids, **{"do_sample": True, **kwargs})
+    return Seeded(result, generator_states())
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache of a generate() or forward output, whatever this version calls it."""
+    return output[CACHE_NAME]

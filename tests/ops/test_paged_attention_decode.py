@@ -1,0 +1,315 @@
+"""Decode attention: kernel and reference against dense float64 attention over poisoned pools."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_paged.ops import paged_attention as ops
+from torch_paged.ops.paged_attention.config import DecodeConfig
+from torch_paged.ops.paged_attention.decode_launch import (
+    _launch_fused_decode_attention,
+    _launch_paged_decode_attention,
+)
+
+sys.path.append(str(Path(__file__).parent))
+
+from paged_attention_case import (  # noqa: E402
+    DEVICE,
+    DTYPES,
+    Pool,
+    assert_within_budget,
+    dense_attention,
+    make_pool,
+)
+
+LENGTHS = [1, 15, 16, 17, 31, 33, 255, 257]
+# Many ranges at small sizes: every length above 32 is merged from several.
+SPLIT = DecodeConfig(
+    tile_bytes=2048, single_tokens=32, min_split_tokens=32, programs_per_sm=64, max_splits=6
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _counters(num_rows: int, num_kv_heads: int) -> Tensor:
+    return torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=DEVICE)
+
+
+def _check_decode(
+    lengths: list[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_dim: int = 0,
+    dtype: torch.dtype = torch.float32,
+    fused: bool = True,
+    config: DecodeConfig | None = None,
+    block_size: int = 16,
+    poison: float = math.nan,
+    scale: float = 0.25,
+    **features: object,
+) -> None:
+    """Run kernel and reference on one pool and hold both to the budget, row by row."""
+    pool = make_pool(
+        lengths,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+        block_size=block_size,
+        new_token_cached=not fused,
+        poison=poison,
+    )
+    query = torch.randn(len(lengths), num_heads, head_dim, dtype=dtype, device=DEVICE)
+    counters = _counters(len(lengths), num_kv_heads)
+    indices = (pool.block_table, pool.slots, pool.context_lens, counters, scale)
+    outputs = []
+    for run in ("kernel", "reference"):
+        k_cache, v_cache = pool.k_cache.clone(), pool.v_cache.clone()
+        if fused:
+            new = _new_tokens(pool, num_kv_heads)
+            extra = {"config": config} if run == "kernel" else {}
+            function = (
+                _launch_fused_decode_attention
+                if run == "kernel"
+                else ops.fused_decode_attention_reference
+            )
+            arguments = (query, *new, None, None, k_cache, v_cache, *indices)
+            output = _on_device(function, run, arguments, features, extra)
+            if run == "kernel":
+                _check_cache_write(pool, new, k_cache, v_cache)
+        else:
+            function = (
+                _launch_paged_decode_attention
+                if run == "kernel"
+                else ops.paged_decode_attention_reference
+            )
+            extra = {"config": config} if run == "kernel" else {}
+            arguments = (query, k_cache, v_cache, *indices)
+            output = _on_device(function, run, arguments, features, extra)
+        outputs.append(output)
+    assert not counters.any()
+    exact = torch.zeros(outputs[0].shape, dtype=torch.float64, device=DEVICE)
+    low = torch.zeros_like(outputs[0])
+    for row in range(len(lengths)):
+        if lengths[row] == 0:
+            assert all((output[row] == 0).all() for output in outputs)
+            continue
+        dense = (query[row : row + 1], pool.keys[row], pool.values[row])
+        exact[row] = dense_attention(*dense, torch.float64, scale=scale, **features)[0]
+        low[row] = dense_attention(*dense, dtype, scale=scale, **features)[0]
+    for output in outputs:
+        assert_within_budget(output, exact, low)
+
+
+def _on_device(function, run, arguments, features, extra):
+    if run == "kernel":
+        return function(*arguments, **features, **extra)
+    # The reference indexes with CPU lists: it is the CPU kernel.
+    moved = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
+    moved_features = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in features.items()}
+    return function(*moved, **moved_features).to(DEVICE)
+
+
+def _new_tokens(pool: Pool, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Return each row's last key and value; padding rows get NaN, which must go nowhere."""
+    pairs = []
+    for rows, cache in ((pool.keys, pool.k_cache), (pool.values, pool.v_cache)):
+        empty = torch.full((num_kv_heads, cache.shape[-1]), math.nan).to(cache)
+        pairs.append(torch.stack([row[-1] if len(row) else empty for row in rows]))
+    return pairs[0], pairs[1]
+
+
+def _check_cache_write(
+    pool: Pool, new: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor
+) -> None:
+    """The new tokens are in place, bit for bit, and nothing else changed."""
+    for cache, before, tokens in (
+        (k_cache, pool.k_cache, new[0]),
+        (v_cache, pool.v_cache, new[1]),
+    ):
+        expected = before.clone()
+        for row, slot in enumerate(pool.slots.tolist()):
+            if slot >= 0:
+                index = int(pool.context_lens[slot])
+                block = pool.block_table[slot, index // pool.block_size]
+                expected[block, :, index % pool.block_size] = tokens[row]
+        assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "written"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unwritten_slots_never_reach_the_output(
+    dtype: torch.dtype, poison: float, fused: bool, config: DecodeConfig | None
+) -> None:
+    _check_decode(
+        LENGTHS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=dtype,
+        poison=poison,
+        fused=fused,
+        config=config,
+    )
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (15, 5), (12, 2), (5, 1), (28, 4), (9, 9), (40, 1)])  # fmt: skip
+def test_every_group_size_is_computed(num_heads: int, num_kv_heads: int) -> None:
+    _check_decode(
+        [18, 0, 70], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=16, config=SPLIT
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 112, 128, 192, 256])
+def test_every_head_dim_is_computed(head_dim: int, dtype: torch.dtype) -> None:
+    _check_decode([17, 50], num_heads=6, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(48, 32), (32, 80), (192, 128)])
+def test_values_may_have_another_head_dim(head_dim: int, v_dim: int) -> None:
+    _check_decode(
+        [1, 40, 70], num_heads=2, num_kv_heads=1, head_dim=head_dim, v_dim=v_dim, config=SPLIT
+    )
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("window", [1, 8, 17])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "written"])
+def test_window_counts_the_token_itself(window: int, block_size: int, fused: bool) -> None:
+    _check_decode(
+        [1, 8, 9, 16, 17, 18, 33, 130],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=block_size,
+        window=window,
+        fused=fused,
+        config=SPLIT,
+    )
+
+
+def test_long_window_is_split() -> None:
+    _check_decode(
+        [257, 120], num_heads=4, num_kv_heads=2, head_dim=16, window=100, config=SPLIT, sinks=_sinks(4)
+    )  # fmt: skip
+
+
+def _sinks(num_heads: int) -> Tensor:
+    return torch.linspace(-1.0, 3.0, num_heads, device=DEVICE)
+
+
+@pytest.mark.parametrize("window", [0, 32])
+@pytest.mark.parametrize("lengths", [[5, 300], [1, 33]], ids=["300", "33"])
+def test_sinks_count_once_a_row(lengths: list[int], window: int) -> None:
+    for config in (None, SPLIT):
+        _check_decode(
+            lengths,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            window=window,
+            sinks=_sinks(4),
+            config=config,
+        )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
+def test_softcap_applies_to_scaled_scores(softcap: float) -> None:
+    _check_decode(
+        [20, 44, 100],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        scale=8**-0.5,
+        softcap=softcap,
+        window=64,
+        config=SPLIT,
+    )
+
+
+def test_large_scores_do_not_overflow_the_softcap() -> None:
+    _check_decode([20, 70], num_heads=4, num_kv_heads=2, head_dim=64, scale=40.0, softcap=20.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
+    slopes = torch.tensor([2.0 ** -(i + 1) for i in range(6)], device=DEVICE)
+    _check_decode(
+        [1, 33, 90],
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        dtype=dtype,
+        alibi_slopes=slopes,
+        sinks=_sinks(6),
+        config=SPLIT,
+    )
+
+
+def test_blocks_outside_the_window_may_be_gone() -> None:
+    pool = make_pool([100], num_kv_heads=2, head_dim=16, new_token_cached=False)
+    query = torch.randn(1, 4, 16, device=DEVICE)
+    new = _new_tokens(pool, 2)
+    outputs = []
+    for gone in (False, True):
+        table = pool.block_table.clone()
+        if gone:
+            freed = table[pool.slots[0], : (100 - 20) // 16]
+            pool.k_cache[freed.long()] = math.nan
+            pool.v_cache[freed.long()] = math.nan
+            freed.fill_(-1)
+        indices = (table, pool.slots, pool.context_lens, _counters(1, 2), 0.25)
+        caches = (pool.k_cache, pool.v_cache)
+        outputs.append(
+            _launch_fused_decode_attention(query, *new, None, None, *caches, *indices, window=20)
+        )
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_nan_row_leaves_the_other_rows_alone() -> None:
+    pool = make_pool([40, 40], num_kv_heads=2, head_dim=16, new_token_cached=False)
+    query = torch.randn(2, 4, 16, device=DEVICE)
+    key, value = _new_tokens(pool, 2)
+    query[0], key[0], value[0] = math.nan, math.nan, math.nan
+    indices = (pool.block_table, pool.slots, pool.context_lens, _counters(2, 2), 0.25)
+    output = _launch_fused_decode_attention(
+        query, key, value, None, None, pool.k_cache, pool.v_cache, *indices
+    )
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    pool = make_pool(LENGTHS[:6], num_kv_heads=2, head_dim=32)
+    query = torch.randn(6, 4, 32, device=DEVICE)
+    rest = (pool.context_lens, _counters(6, 2), 0.25)
+    caches = (pool.k_cache, pool.v_cache, pool.block_table)
+    together = _launch_paged_decode_attention(query, *caches, pool.slots, *rest)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = _launch_paged_decode_attention(query[one], *caches, pool.slots[one], *rest)
+        assert torch.equal(alone, together[one])
+
+
+def test_empty_batch_gives_an_empty_output() -> None:
+    pool = make_pool([4], num_kv_heads=2, head_dim=16)
+    query = torch.empty(0, 4, 16, device=DEVICE)
+    for function in (_launch_paged_decode_attention, ops.paged_decode_attention_reference):
+        output = function(
+            query, pool.k_cache, pool.v_cache, pool.block_table, pool.slots[:0], pool.context_lens, _counters(1, 2), 1.0
+        )  # fmt: skip
+        assert output.shape == (0, 4, 16)

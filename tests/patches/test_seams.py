@@ -1,0 +1,126 @@
+"""Contracts with transformers, run on the oldest and the newest supported release."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+
+from torch_paged.patches import seams
+from torch_paged.patches.families import FAMILIES
+
+
+def test_sample_has_the_arguments_that_we_replace():
+    names = list(inspect.signature(GenerationMixin._sample).parameters)
+    assert names == [
+        "self",
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+        "model_kwargs",
+    ]
+
+
+@pytest.mark.parametrize("key", FAMILIES, ids=lambda key: key[1])
+def test_every_row_names_a_class_that_exists(key):
+    module, name = key
+    cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    assert issubclass(cls, GenerationMixin)
+    assert cls._sample is GenerationMixin._sample
+
+
+def test_seam_is_counted_and_leaves_foreign_patches_alone():
+    original = GenerationMixin._sample
+
+    def ours(self, *args, **kwargs):
+        return None
+
+    seam = seams.SampleSeam()
+    try:
+        seam.install(ours)
+        seam.install(ours)
+        assert GenerationMixin._sample is ours
+        assert seam.original is original
+        seam.uninstall()
+        assert GenerationMixin._sample is ours
+        seam.uninstall()
+        assert GenerationMixin._sample is original
+        seam.install(ours)
+
+        def foreign(self, *args, **kwargs):
+            return ours(self)
+
+        GenerationMixin._sample = foreign
+        seam.uninstall()
+        assert GenerationMixin._sample is foreign
+        # Ours still stands behind the foreign patch: coming back must not wrap it again.
+        seam.install(ours)
+        assert GenerationMixin._sample is foreign
+        assert seam.original is original
+        seam.uninstall()
+    finally:
+        GenerationMixin._sample = original
+
+
+def test_warpers_are_functions_of_the_scores_alone():
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    for cls, attributes in seams.SCORE_WARPERS.items():
+        first = attributes[0]
+        warper = cls(**{first: 5 if first == "top_k" else 0.5})
+        assert all(hasattr(warper, name) for name in attributes)
+        assert torch.equal(warper(None, scores.clone()), warper(torch.ones(3, 2).long(), scores))
+
+
+def test_generate_marks_a_cache_of_the_caller_and_makes_a_dynamic_one():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=30,
+    )
+    model = LlamaForCausalLM(config)
+    seen = []
+
+    def spy(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        cache = seams.call_cache(kwargs)
+        seen.append((cache, seams.cache_is_user_defined(cache)))
+        assert kwargs["position_ids"].shape[-1] == 4
+        return input_ids
+
+    original = GenerationMixin._sample
+    GenerationMixin._sample = spy
+    try:
+        ids = torch.ones(1, 4, dtype=torch.long)
+        model.generate(ids, max_new_tokens=2, pad_token_id=0)
+        out = model(ids, use_cache=True)
+        mine = next(out[name] for name in seams.CACHE_NAMES if name in out)
+        ids = torch.ones(1, 4, dtype=torch.long)
+        name = next(n for n in seams.CACHE_NAMES if n in out)
+        mine.crop(-1)
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, **{name: mine})
+    finally:
+        GenerationMixin._sample = original
+    assert seams.is_plain_dynamic_cache(seen[0][0]) and not seen[0][1]
+    assert seen[1][0] is mine and seen[1][1]
+
+
+def test_hooks_left_by_hidden_states_are_recognised():
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=30,
+    )
+    model = LlamaForCausalLM(config)
+    model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+    hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
+    assert hooks and all(seams.is_output_capturing_hook(hook) for hook in hooks)

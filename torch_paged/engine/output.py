@@ -1,0 +1,105 @@
+"""What a caller learns of a request: tokens so far, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, overload
+
+from torch_paged.engine.request import FinishReason, Request
+
+_T = TypeVar("_T")
+
+
+class PrefixView(Sequence[_T]):
+    """The first `length` items of a list that only ever grows at its end, without a copy.
+
+    Equal to any list, tuple or view of the same items; a slice is a list.
+    """
+
+    __slots__ = ("_items", "_length")
+
+    def __init__(self, items: list[_T], length: int | None = None) -> None:
+        self._items = items
+        self._length = len(items) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        if isinstance(index, slice):
+            start, stop, stride = index.indices(self._length)
+            # A stop of -1 is "before the first item" here, but "the last one" to a list.
+            return self._items[start : None if stop < 0 else stop : stride]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} is out of range for {self._length} items")
+        return self._items[index if index >= 0 else index + self._length]
+
+    def __iter__(self) -> Iterator[_T]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, tuple, PrefixView)):
+            return NotImplemented
+        return len(other) == self._length and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request at one moment; later tokens do not change it.
+
+    Attributes:
+        prompt_ids: None where the prompt was given as embeddings.
+        token_ids: all tokens generated so far, a view.
+        new_token_ids: those that the last output of this request did not have.
+        finish_reason: "stop" (an end token or criterion), "length", "cancelled" (also by its
+            deadline) or "error"; None until it is finished.
+        logprobs: of `token_ids`, where asked for.
+        error: why it was cancelled or failed, where there is more to say.
+    """
+
+    request_id: Hashable
+    prompt_ids: Sequence[int] | None
+    token_ids: Sequence[int]
+    new_token_ids: Sequence[int]
+    finished: bool
+    finish_reason: FinishReason | None = None
+    logprobs: Sequence[float] | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        *,
+        since: int,
+        finish_reason: FinishReason | None = None,
+        logprobs: list[float] | None = None,
+    ) -> RequestOutput:
+        """Describe a request whose first `since` tokens have been reported.
+
+        The scheduler ends a request when its last step is scheduled; pass `finish_reason` when
+        its last token is here.
+        """
+        return cls(
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            token_ids=PrefixView(request.output_ids),
+            new_token_ids=request.output_ids[since:],
+            finished=finish_reason is not None,
+            finish_reason=finish_reason,
+            logprobs=None if logprobs is None else PrefixView(logprobs),
+            error=None if finish_reason is None else request.error,
+        )
+
+
+__all__ = ["PrefixView", "RequestOutput"]

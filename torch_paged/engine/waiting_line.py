@@ -1,0 +1,50 @@
+"""The requests without a slot, in the order in which they are served."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from torch_paged.engine.request import Request
+
+
+class WaitingLine:
+    """Order requests by arrival, or by priority against time waited.
+
+    One level of priority is worth `aging_steps` steps of waiting; with 0 it is worth nothing.
+    Requests in line age alike, so the order of two of them never changes: it is settled when they
+    arrive, and a preempted request comes back to its old place.
+
+    Attributes:
+        head_waits: the first in line was found not to fit, and nobody came or left since.
+    """
+
+    def __init__(self, aging_steps: int) -> None:
+        self.head_waits = False
+        self._aging_steps = aging_steps
+        self._num_arrived = 0
+        self._heap: list[tuple[int, int, Request]] = []  # may hold requests that have ended
+
+    def arrive(self, request: Request, step: int) -> None:
+        """Give a new request its place, without letting it in line yet."""
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        if self._aging_steps:
+            request.rank = request.priority * self._aging_steps + step
+
+    def join(self, request: Request) -> None:
+        """Let a new or preempted request in line."""
+        heappush(self._heap, (request.rank, request.arrival, request))
+        self.head_waits = False
+
+    def first(self) -> Request | None:
+        """Return the first in line, None if there is nobody."""
+        while self._heap and self._heap[0][-1].is_finished:
+            heappop(self._heap)
+        return self._heap[0][-1] if self._heap else None
+
+    def remove_first(self) -> None:
+        """Take the first in line out."""
+        heappop(self._heap)
+
+
+__all__ = ["WaitingLine"]

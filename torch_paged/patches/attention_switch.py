@@ -1,0 +1,204 @@
+"""Paged attention under the models' own forward, for models without a spec.
+
+The attention function finds its state through a context variable and the module that calls it,
+not through keyword arguments: `generate` refuses unknown ones and some models drop them. The name
+is not in the mask interface, so no mask is built; prompts come without padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_paged.cache.pool import LayerShape
+from torch_paged.decoder.inputs import Binding, StepInputs
+from torch_paged.ops.paged_attention import fused_decode_attention, paged_prefill_attention
+from torch_paged.ops.rotary_cache_write import rotary_cache_write
+from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.seams import register_attention, switch_attention
+
+NAME = "torch_paged"
+
+# Keyword arguments that change nothing here: positions are applied, masks are causal by contract.
+_HARMLESS = {
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "head_mask",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "kernel_options",
+    "kwargs",
+    "cache",
+    "past_key_values",
+    "position_embeddings",
+    "token_type_ids",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks of attention: its cache shape and the parts that never change."""
+
+    shape: LayerShape
+    num_heads: int
+    scale: float
+    window: int
+    softcap: float
+    has_sinks: bool
+
+
+@dataclass(slots=True)
+class Probe:
+    """Runs dense attention and notes the layers in the order of their calls."""
+
+    layers: dict[int, int] = field(default_factory=dict)  # id of module -> layer
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    def attend(
+        self, module: nn.Module, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, s: Any
+    ) -> Tensor:
+        if id(module) in self.layers:
+            raise SpecRefusal("an attention module runs twice in one forward")
+        self.layers[id(module)] = len(self.calls)
+        self.calls.append(call)
+        return _dense_attention(call, q, k, v, s)
+
+
+@dataclass(slots=True)
+class PagedRun:
+    """One step over the paged cache."""
+
+    layers: dict[int, int]
+    binding: Binding
+    inputs: StepInputs
+    decode: bool
+
+    def attend(
+        self, module: nn.Module, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, s: Any
+    ) -> Tensor:
+        """Attend [B, H, 1, D] rows or packed [1, H, T, D] prompts; [tokens, heads, Dv]."""
+        layer = self.layers[id(module)]
+        state, inputs = self.binding.state, self.inputs
+        k_cache, v_cache = self.binding.keys[layer], self.binding.values[layer]
+        limits = {"window": call.window, "softcap": call.softcap, "sinks": s}
+        if self.decode:
+            return fused_decode_attention(
+                q.squeeze(2),
+                k.squeeze(2),
+                v.squeeze(2),
+                None,
+                None,
+                k_cache,
+                v_cache,
+                state.block_table,
+                inputs.slots,
+                state.context_lens,
+                state.counters,
+                scale=call.scale,
+                **limits,
+            )
+        assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
+        query, key, value = (t.squeeze(0).transpose(0, 1).contiguous() for t in (q, k, v))
+        rotary_cache_write(
+            query, key, value, None, None, k_cache, v_cache, inputs.slot_mapping
+        )
+        return paged_prefill_attention(
+            query,
+            k_cache,
+            v_cache,
+            state.block_table,
+            inputs.slots,
+            inputs.cu_seqlens,
+            state.context_lens,
+            max_query_len=inputs.max_query_len,
+            scale=call.scale,
+            **limits,
+        )
+
+
+_ACTIVE: ContextVar[Probe | PagedRun | None] = ContextVar("torch_paged_attention", default=None)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' interface: out [batch, tokens, heads, head_dim], no weights."""
+    run = _ACTIVE.get()
+    if run is None:
+        raise RuntimeError(f"attention {NAME!r} runs only inside an accelerated model's step")
+    strange = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS]
+    if isinstance(run, Probe) and (strange or attention_mask is not None or dropout):
+        what = strange or ["attention_mask" if attention_mask is not None else "dropout"]
+        raise SpecRefusal(f"attention takes {', '.join(map(repr, what))}")
+    call = AttentionCall(
+        LayerShape(key.shape[1], key.shape[3], value.shape[3]),
+        query.shape[1],
+        float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        int(sliding_window or 0),
+        float(softcap or 0.0),
+        s_aux is not None,
+    )
+    sinks = None if s_aux is None else s_aux.detach().reshape(-1)
+    out = run.attend(module, call, query, key, value, sinks)
+    return out.reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _dense_attention(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention of [1, heads, tokens, dim]; returns [tokens, heads, Dv]."""
+    groups = call.num_heads // call.shape.num_kv_heads
+    k, v = (t.repeat_interleave(groups, dim=1).float() for t in (k, v))
+    scores = q.float() @ k.transpose(2, 3) * call.scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    at = torch.arange(q.shape[2], device=q.device)
+    distance = at[:, None] - at[None, :]
+    hidden = distance < 0
+    if call.window:
+        hidden |= distance >= call.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().reshape(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+        weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return (weights @ v).to(q.dtype)[0].transpose(0, 1)
+
+
+@contextlib.contextmanager
+def paged_attention(model: nn.Module, run: Probe | PagedRun) -> Iterator[None]:
+    """Let `model`'s forward attend through `run`; the caller holds the model's lock."""
+    register_attention(NAME, _attention_forward)
+    token = _ACTIVE.set(run)
+    try:
+        with switch_attention(model, NAME):
+            yield
+    finally:
+        _ACTIVE.reset(token)
