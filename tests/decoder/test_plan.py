@@ -2,8 +2,14 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen3Config
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen3Config,
+)
 
 from torch_paged.config import Config
 from torch_paged.decoder.fusion import FusionProfile, fuse

@@ -64,7 +64,7 @@ def test_other_families_in_other_block_sizes(family, block_size, device, acceler
 
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 31, 32, 33, 48])
 def test_prompts_around_block_multiples(length, device, accelerate) -> None:
-    model = tiny(LlamaConfig, 9, device)
+    model = tiny(LlamaConfig, 8, device)
     ids = prompt(length, length, device=device)
     expected = {n: reference(model, ids, n).sequences for n in (1, 16, 17)}
     accelerate(model)
@@ -142,7 +142,7 @@ def test_head_dims(head_dim, seed, device, accelerate) -> None:
 
 
 def test_tied_head(device, accelerate) -> None:
-    model = tiny(LlamaConfig, 5, device, tie_word_embeddings=True)
+    model = tiny(LlamaConfig, 3, device, tie_word_embeddings=True)
     ids = prompt(20, 3, device=device)
     expected = reference(model, ids, 40)
     accelerate(model)

@@ -73,7 +73,8 @@ def test_long_context_matches_float32(context):
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, Qwen3ForCausalLM])
 def test_float32_tokens_equal_hugging_face(cls):
-    config = cls.config_class(**{**_DIMS, "hidden_size": 512, "num_attention_heads": 8}, head_dim=64)
+    dims = {**_DIMS, "hidden_size": 512, "num_attention_heads": 8}
+    config = cls.config_class(**dims, head_dim=64)
     full, _ = make_pair(cls, config)
     full.generation_config.pad_token_id = 0
     full.set_attn_implementation("eager")

@@ -166,7 +166,9 @@ def test_unwritten_slots_never_reach_the_output(
     )
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (15, 5), (12, 2), (5, 1), (28, 4), (9, 9), (40, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(14, 2), (15, 5), (12, 2), (5, 1), (28, 4), (9, 9), (40, 1)]
+)
 def test_every_group_size_is_computed(num_heads: int, num_kv_heads: int) -> None:
     _check_decode(
         [18, 0, 70], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=16, config=SPLIT
@@ -204,8 +206,14 @@ def test_window_counts_the_token_itself(window: int, block_size: int, fused: boo
 
 def test_long_window_is_split() -> None:
     _check_decode(
-        [257, 120], num_heads=4, num_kv_heads=2, head_dim=16, window=100, config=SPLIT, sinks=_sinks(4)
-    )  # fmt: skip
+        [257, 120],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        window=100,
+        sinks=_sinks(4),
+        config=SPLIT,
+    )
 
 
 def _sinks(num_heads: int) -> Tensor:
@@ -308,8 +316,8 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_empty_batch_gives_an_empty_output() -> None:
     pool = make_pool([4], num_kv_heads=2, head_dim=16)
     query = torch.empty(0, 4, 16, device=DEVICE)
+    caches = (pool.k_cache, pool.v_cache)
+    indices = (pool.block_table, pool.slots[:0], pool.context_lens, _counters(1, 2))
     for function in (_launch_paged_decode_attention, ops.paged_decode_attention_reference):
-        output = function(
-            query, pool.k_cache, pool.v_cache, pool.block_table, pool.slots[:0], pool.context_lens, _counters(1, 2), 1.0
-        )  # fmt: skip
+        output = function(query, *caches, *indices, 1.0)
         assert output.shape == (0, 4, 16)

@@ -109,7 +109,9 @@ def test_padding_rows_and_tokens_give_zeros(config: PrefillConfig | None) -> Non
     _check_prefill([(0, 0), (5, 20), (0, 0), (0, 7), (0, 0)], padding_tokens=70, config=config)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (15, 5), (12, 2), (5, 1), (28, 4), (9, 9), (40, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(14, 2), (15, 5), (12, 2), (5, 1), (28, 4), (9, 9), (40, 1)]
+)
 def test_every_group_size_is_computed(num_heads: int, num_kv_heads: int) -> None:
     _check_prefill([(7, 18), (0, 5)], num_heads=num_heads, num_kv_heads=num_kv_heads)
 

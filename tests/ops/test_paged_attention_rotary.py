@@ -46,9 +46,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "half", "interleaved"),
-    [(32, 16, False), (32, 16, True), (40, 8, False), (40, 10, True), (80, 16, False), (128, 64, False)],
+    [
+        (32, 16, False),
+        (32, 16, True),
+        (40, 8, False),
+        (40, 10, True),
+        (80, 16, False),
+        (128, 64, False),
+    ],
     ids=["half", "interleaved", "partial", "partial-interleaved", "partial-80", "128"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("offset", "cast_before_gain"),
     [(0.0, True), (0.0, False), (1.0, True), (None, True)],
@@ -65,7 +72,9 @@ def test_norm_and_rotation_come_before_attention(
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
-    pool = make_pool([5, 0, 20], num_kv_heads=2, head_dim=head_dim, dtype=dtype, new_token_cached=False)  # fmt: skip
+    pool = make_pool(
+        [5, 0, 20], num_kv_heads=2, head_dim=head_dim, dtype=dtype, new_token_cached=False
+    )
     # Views into one projection, as the decoder holds them.
     projection = torch.randn(3, (6 + 2 + 2) * head_dim + 8, device=DEVICE).to(dtype)
     query, key, value = projection[:, : 10 * head_dim].view(3, 10, head_dim).split((6, 2, 2), 1)

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
+from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import (
     Activate,
     Add,
@@ -27,8 +29,6 @@ from torch_paged.decoder.plan import (
     RotaryTable,
     SelectLast,
 )
-from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
-from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.slots import linear_slot, plain_slot
 from torch_paged.decoder.spec import RotarySpec
 from torch_paged.ops.embed import embed
@@ -63,9 +63,7 @@ def bind_plan(plan: Plan, binding: Binding) -> BoundPlan:
     program = []
     for index, instruction in enumerate(plan.instructions):
         dead = tuple(n for n in dict.fromkeys(instruction.sources) if last_use[n] == index)
-        unread = tuple(
-            n for n in instruction.targets if n not in last_use and n != plan.result
-        )
+        unread = tuple(n for n in instruction.targets if n not in last_use and n != plan.result)
         program.append((_bind(instruction, plan.mode, binding), dead + unread))
     return BoundPlan(plan, program)
 

@@ -13,14 +13,16 @@ from torch_paged.decoder.spec import AttentionSpec
 from torch_paged.ops.paged_attention import fused_decode_attention, paged_prefill_attention
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
 
+Heads = tuple[Tensor, Tensor, Tensor]
 
-def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Values], tuple[Tensor, Tensor, Tensor]]:
+
+def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Values], Heads]:
     """Return a reader of query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, Dv] views."""
     hq, hkv, d, dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     if spec.layout == "separate":
         q, k, v = names
 
-        def separate(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+        def separate(values: Values) -> Heads:
             query, key, value = values[q], values[k], values[v]
             rows = query.shape[0]
             return query.view(rows, hq, d), key.view(rows, hkv, d), value.view(rows, hkv, dv)
@@ -29,7 +31,7 @@ def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Value
     (packed,) = names
     if spec.layout == "concat":
 
-        def concat(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+        def concat(values: Values) -> Heads:
             qkv = values[packed]
             query, key, value = qkv.split((hq * d, hkv * d, hkv * dv), dim=-1)
             rows = qkv.shape[0]
@@ -37,7 +39,7 @@ def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Value
 
         return concat
 
-    def per_head(values: Values) -> tuple[Tensor, Tensor, Tensor]:
+    def per_head(values: Values) -> Heads:
         qkv = values[packed]
         heads = qkv.view(qkv.shape[0], hkv, 2 * d + dv)
         query, key, value = heads.split((d, d, dv), dim=-1)

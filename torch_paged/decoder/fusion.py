@@ -57,7 +57,9 @@ def _fusable(linear: Linear) -> bool:
     return len({module.weight.dtype for module in modules}) == 1
 
 
-def _norm_linear(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+def _norm_linear(
+    first: Instruction, second: Instruction, uses: Counter[str]
+) -> Instruction | None:
     if not isinstance(first, Norm) or not isinstance(second, Linear):
         return None
     if first.residual is not None or second.source != first.target or uses[first.target] != 1:

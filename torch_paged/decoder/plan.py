@@ -142,7 +142,8 @@ class Attention:
         extras += [f"window={spec.window}"] if spec.window else []
         extras += [f"softcap={spec.softcap:g}"] if spec.softcap else []
         extras += ["sinks"] if spec.sinks else []
-        return f"{self.target} = attention[{self.layer}: {', '.join(extras)}]({', '.join(self.sources)})"
+        what = f"attention[{self.layer}: {', '.join(extras)}]"
+        return f"{self.target} = {what}({', '.join(self.sources)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,8 @@ class LogitTransform:
         return (self.target,)
 
     def __str__(self) -> str:
-        return f"{self.target} = transform({self.source}, scale={self.scale:g}, cap={self.softcap:g})"
+        how = f"scale={self.scale:g}, cap={self.softcap:g}"
+        return f"{self.target} = transform({self.source}, {how})"
 
 
 Instruction = (

@@ -7,19 +7,21 @@ Specs hold references to modules, never to parameters: parameters may be replace
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import nn
+from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRef:
-    """A module of the user's model and its dotted name there."""
+    """A module of the user's model and its dotted name there.
+
+    Attributes:
+        module: an nn.Module; which attributes it has, the family's row knows.
+    """
 
     name: str
-    module: nn.Module
+    module: Any
 
 
 @dataclass(frozen=True, slots=True)

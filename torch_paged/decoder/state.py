@@ -102,7 +102,7 @@ class SlotState:
             [r.pad_token for r in rows],
             slots,
         ]
-        packed = _to_device(torch.tensor(ints + list(zip(*eos, strict=True))), self.device)
+        packed = to_device(torch.tensor(ints + list(zip(*eos, strict=True))), self.device)
         index = packed[3]
         self.context_lens[index] = packed[0].to(torch.int32)
         self.positions[index] = positions.to(torch.int32)
@@ -129,10 +129,9 @@ class SlotState:
             self.num_unfinished,
         )
 
-    def set_prefix(self, slots: Sequence[int], num_cached: Sequence[int]) -> None:
-        """Set `context_lens` of `slots` to the tokens already cached, before a prefill chunk."""
-        packed = _to_device(torch.tensor([list(slots), list(num_cached)]), self.device)
-        self.context_lens[packed[0]] = packed[1].to(torch.int32)
+    def set_prefix(self, slots: Tensor, num_cached: Tensor) -> None:
+        """Set `context_lens` of `slots` [num_rows] to the tokens cached before a prefill chunk."""
+        self.context_lens[slots] = num_cached.to(torch.int32)
 
     def widen_block_table(self, max_blocks: int) -> None:
         """Give every row of the table `max_blocks` columns; the tensor is a new one."""
@@ -154,11 +153,12 @@ class SlotState:
             ids += block_ids
         if not ids:
             return
-        packed = _to_device(torch.tensor([rows, columns, ids]), self.device)
+        packed = to_device(torch.tensor([rows, columns, ids]), self.device)
         self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
 
-def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy host values to `device` without waiting for it."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)

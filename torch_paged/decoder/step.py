@@ -51,11 +51,13 @@ class DecoderStep:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the residual stream, and of the cache unless configured otherwise."""
-        return self.spec.embedding.module.weight.dtype
+        dtype: torch.dtype = self.spec.embedding.module.weight.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        return self.spec.embedding.module.weight.device
+        device: torch.device = self.spec.embedding.module.weight.device
+        return device
 
     @property
     def vocab_size(self) -> int:

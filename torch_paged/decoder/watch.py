@@ -5,7 +5,9 @@ All three questions are asked before every run, so they are answered from flat l
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 
 from torch_paged.decoder.slots import hook_dicts
 from torch_paged.decoder.spec import DecoderSpec, ModuleRef
@@ -40,7 +42,7 @@ class ModuleWatch:
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._call_dicts: list[dict[str, object]] = []
         self._hook_dicts: list[dict[int, object]] = []
-        self._tensors: list[tuple[dict[str, Tensor | None], str]] = []
+        self._tensors: list[tuple[dict[str, Any], str]] = []
         for parent in root.modules():
             for name, child in parent._modules.items():
                 if child is not None:
@@ -49,7 +51,8 @@ class ModuleWatch:
             self._call_dicts.append(parent.__dict__)
             self._hook_dicts += hook_dicts(parent)
             if id(parent) in owned:
-                for store in (parent._parameters, parent._buffers):
+                stores: tuple[dict[str, Any], ...] = (parent._parameters, parent._buffers)
+                for store in stores:
                     self._tensors += [(store, n) for n, t in store.items() if t is not None]
         self._seen_structure = self._structure()
 

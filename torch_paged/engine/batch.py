@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.state import RowStart
+from torch_paged.decoder.state import RowStart, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.reports import StepResult, make_reports
 from torch_paged.engine.request import Request
@@ -155,30 +155,48 @@ class BatchRun:
         """Run one packed forward; returns the logits of the rows whose prompt ends in it."""
         core, prompts = self._core, self._prompts
         slots = [self.rows.slots[row] for row, _, _ in group]
-        core.state.set_prefix(slots, [start for _, start, _ in group])
+        starts = [start for _, start, _ in group]
         firsts = _starts(prompts.lengths)
         lo = firsts[group[0][0]] + group[0][1]
-        hi = lo + sum(length for _, _, length in group)
         bounds = _starts([length for _, _, length in group])
+        hi = lo + bounds[-1]
         block_ids = [requests[row].block_ids for row, _, _ in group]
+        rows = len(group)
+        # One transfer; the parts are views of it.
+        packed = to_device(
+            torch.cat(
+                [
+                    torch.tensor([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])]),
+                    _slot_mapping(group, block_ids, core.config.block_size),
+                ]
+            ),
+            core.device,
+        )
+        index, prefix, cu_seqlens, last, mapping = packed.split(
+            [rows, rows, rows + 1, rows, hi - lo]
+        )
+        core.state.set_prefix(index, prefix)
         inputs = StepInputs(
-            slots=torch.tensor(slots, dtype=torch.int32, device=core.device),
+            slots=index.to(torch.int32),
             ids=None if prompts.ids is None else prompts.ids[lo:hi],
             embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
             positions=prompts.positions[lo:hi],
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=core.device),
-            slot_mapping=_slot_mapping(group, block_ids, core.config.block_size, core.device),
-            last_index=torch.tensor([b - 1 for b in bounds[1:]], device=core.device),
+            cu_seqlens=cu_seqlens.to(torch.int32),
+            slot_mapping=mapping,
+            last_index=last,
             max_query_len=max(length for _, _, length in group),
         )
-        out = core.step.prefill(inputs)
+        out = core.runner().prefill(inputs)
         ended = [
             i
             for i, (row, start, length) in enumerate(group)
             if start + length == prompts.lengths[row]
         ]
         # Only the first piece of a group can continue a prompt, and only the last can stop short.
-        return [out[ended[0] : ended[-1] + 1]] if ended else []
+        if not ended:
+            return []
+        # The next group may replay the graph whose static output this is.
+        return [out[ended[0] : ended[-1] + 1].clone()]
 
     def first_tokens(self, logits: Tensor, sampler: Sampler) -> None:
         """Sample each row's first token from the prefill's logits."""
@@ -318,7 +336,6 @@ def _slot_mapping(
     group: Sequence[tuple[int, int, int]],
     block_ids: Sequence[Sequence[int]],
     block_size: int,
-    device: torch.device,
 ) -> Tensor:
     """Return the flat cache index [num_tokens] int64 of every token of the group."""
     parts = []
@@ -326,4 +343,4 @@ def _slot_mapping(
         index = torch.arange(start, start + length)
         block = torch.tensor(blocks)[index // block_size]
         parts.append(block * block_size + index % block_size)
-    return torch.cat(parts).to(device, non_blocking=True)
+    return torch.cat(parts)

@@ -52,9 +52,8 @@ class EngineCore:
         self.counters = Counters()
         self._device = step.device
         self.max_model_len = max_model_len
-        self._kv_dtype = (
-            step.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-        )
+        named = config.kv_cache_dtype
+        self._kv_dtype = step.dtype if named == "auto" else getattr(torch, named)
         self._state: SlotState | None = None
         self._pool: KVPool | None = None
         self._bound = _UNBOUND

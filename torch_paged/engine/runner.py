@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import SlotState
+from torch_paged.engine.prefill import CapturedPrefill
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
 from torch_paged.graphs.buckets import pick_bucket, split_batch
@@ -29,6 +31,10 @@ class Rows:
 
 class Runner(Protocol):
     """Launches steps; nothing here waits for the device."""
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        """Run packed prompts; logits [num_rows, vocab_size], valid until the next launch."""
+        ...
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         """Run one whole step of `rows`: forward, sample, advance."""
@@ -50,6 +56,9 @@ class EagerRunner:
     def __init__(self, step: StepModel, state: SlotState) -> None:
         self._step = step
         self._state = state
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        return self._step.prefill(inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         self._state.advance(sampler(self._step.decode(rows.index)), rows.index)
@@ -82,8 +91,12 @@ class CapturedRunner:
                 size: torch.full((size,), -1, dtype=torch.int32, device=state.device)
                 for size in self._buckets
             }
+        self._prefill = CapturedPrefill(step, state.device, graphs, self._buckets)
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        return self._prefill(inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         bucket = pick_bucket(len(rows), self._buckets)

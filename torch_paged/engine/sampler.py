@@ -53,7 +53,7 @@ class HfOrderSampler:
     draws = True
 
     def __init__(self, transforms: Sequence[ScoreTransform], key: Hashable) -> None:
-        self.key = ("hf", key)
+        self.key: Hashable = ("hf", key)
         self._transforms = tuple(transforms)
 
     def __call__(self, logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -69,7 +69,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
     return model
 
 
-_FINALIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+_FINALIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def restore(model: nn.Module) -> None:

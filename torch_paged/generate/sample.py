@@ -174,7 +174,7 @@ def _sampler(call: Call) -> Sampler:
         return GreedySampler()
     warpers = list(call.logits_processor)
     key = tuple(
-        (type(warper).__name__, *(getattr(warper, name) for name in seams.SCORE_WARPERS[type(warper)]))
+        (type(warper), *(getattr(warper, name) for name in seams.SCORE_WARPERS[type(warper)]))
         for warper in warpers
     )
     # These warpers never look at the ids.
@@ -236,5 +236,3 @@ def _left_padded(rows: list[Tensor]) -> Tensor:
     return torch.stack(
         [torch.nn.functional.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows]
     )
-
-

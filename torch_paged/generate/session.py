@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from torch_paged.patches.families import dropout_reason, hook_reason, read_spec
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.report import CallReport, Report, SlotRow, Stats
+
+Tier = Literal["fused", "patched", "eager"]
 
 _OLDEST_CAPABILITY = (7, 5)
 # Columns of the block table at the start; longer rows widen it.
@@ -74,7 +76,7 @@ class Session:
             self.reasons = [str(refusal)]
             self._undecided = True
 
-    def decide_tier(self) -> str:
+    def decide_tier(self) -> Tier:
         """Return the tier; probing the model for the patched one takes a short forward."""
         if self._undecided:
             self._undecided = False
@@ -140,7 +142,8 @@ class Session:
 
     def report(self) -> Report:
         """Describe tier, slots, plan and the last call."""
-        tier, rows, plan = self.decide_tier(), (), ""
+        tier, plan = self.decide_tier(), ""
+        rows: tuple[SlotRow, ...] = ()
         if isinstance(self.step, DecoderStep):
             rows = tuple(SlotRow(row.name, row.kind, row.why) for row in self.step.slot_rows())
             plan = str(self.step.plan("decode", 1))

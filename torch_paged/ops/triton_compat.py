@@ -73,7 +73,7 @@ def device_capability(device_index: int) -> tuple[int, int]:
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:
-    """Say whether kernels over `tensor` may use programmatic dependent launch (Hopper and newer)."""
+    """Say whether kernels over `tensor` may use programmatic dependent launch (from Hopper on)."""
     if INTERPRETED or not tensor.is_cuda:
         return False
     return device_capability(tensor.device.index or 0)[0] >= 9

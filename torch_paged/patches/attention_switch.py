@@ -115,9 +115,7 @@ class PagedRun:
             )
         assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
         query, key, value = (t.squeeze(0).transpose(0, 1).contiguous() for t in (q, k, v))
-        rotary_cache_write(
-            query, key, value, None, None, k_cache, v_cache, inputs.slot_mapping
-        )
+        rotary_cache_write(query, key, value, None, None, k_cache, v_cache, inputs.slot_mapping)
         return paged_prefill_attention(
             query,
             k_cache,

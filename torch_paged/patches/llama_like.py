@@ -94,9 +94,7 @@ def rotary(model: nn.Module, name: str, config: Any) -> RotarySpec:
 def read_llama_like(model: Any, family: str, traits: Traits) -> DecoderSpec:
     """Read `model.model.layers` and its neighbours."""
     config = model.config
-    layers = tuple(
-        _read_layer(model, index, traits) for index in range(config.num_hidden_layers)
-    )
+    layers = tuple(_read_layer(model, index, traits) for index in range(config.num_hidden_layers))
     embedding = ref(model, "model.embed_tokens")
     scale = float(embedding.module.embed_scale) if traits.scaled_embedding else 1.0
     return DecoderSpec(
@@ -148,7 +146,7 @@ def _read_attention(model: Any, name: str, traits: Traits) -> AttentionSpec:
     dim = module.head_dim
     if traits.fused_qkv:
         width = (heads + 2 * kv_heads) * dim
-        projections = (linear(model, f"{name}.qkv_proj", hidden, width),)
+        projections: tuple[LinearSpec, ...] = (linear(model, f"{name}.qkv_proj", hidden, width),)
     else:
         projections = (
             linear(model, f"{name}.q_proj", hidden, heads * dim),
@@ -188,7 +186,9 @@ def _read_mlp(model: Any, name: str, traits: Traits) -> MlpSpec:
         getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     )
     if traits.fused_gate_up:
-        inputs = (linear(model, f"{name}.gate_up_proj", hidden, 2 * inner),)
+        inputs: tuple[LinearSpec, ...] = (
+            linear(model, f"{name}.gate_up_proj", hidden, 2 * inner),
+        )
     else:
         inputs = (
             linear(model, f"{name}.gate_proj", hidden, inner),

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -41,7 +48,7 @@ _SampleMethod = Callable[..., Any]
 
 
 class SampleSeam:
-    """The one patch of `GenerationMixin._sample`, counted: gone with the last accelerated model."""
+    """The one patch of `GenerationMixin._sample`, gone with the last accelerated model."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +71,7 @@ class SampleSeam:
             if self._users == 0 and (self._installed is None or gone):
                 self._original = GenerationMixin._sample
                 self._installed = replacement
-                GenerationMixin._sample = replacement  # type: ignore[method-assign,assignment]
+                GenerationMixin._sample = replacement
             self._users += 1
 
     def uninstall(self) -> None:
@@ -73,7 +80,7 @@ class SampleSeam:
             self._users -= 1
             if self._users == 0 and GenerationMixin._sample is self._installed:
                 assert self._original is not None
-                GenerationMixin._sample = self._original  # type: ignore[method-assign]
+                GenerationMixin._sample = self._original
                 self._original = self._installed = None
 
 
@@ -95,7 +102,7 @@ def can_generate(model: nn.Module) -> bool:
 
 
 def special_token_tensors(config: GenerationConfig) -> tuple[Any, Any]:
-    """Return (pad, eos) tensors that `generate` put on its own copy of the config, or None each."""
+    """Return the (pad, eos) tensors that `generate` put on its copy of the config, or None."""
     return (
         getattr(config, "_pad_token_tensor", None),
         getattr(config, "_eos_token_tensor", None),
@@ -148,9 +155,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 def decoder_only_output(*, sequences: Any, cache: Any, **fields: Any) -> Any:
     """Build what `generate` returns with return_dict_in_generate."""
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences, **{_OUTPUT_CACHE_FIELD: cache}, **fields
-    )
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{_OUTPUT_CACHE_FIELD: cache}, **fields)
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:

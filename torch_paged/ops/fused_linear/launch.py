@@ -2,6 +2,196 @@
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.reference import fused_linear_reference
+from collections.abc import Sequence
 
-_launch_fused_linear = fused_linear_reference
+import torch
+from torch import Tensor
+
+from torch_paged.ops.fused_linear.configs import (
+    NUM_COUNTERS,
+    GemvConfig,
+    Problem,
+    SmallGemmConfig,
+    choose_config,
+    device_key,
+)
+from torch_paged.ops.fused_linear.gemv import _gemv_kernel
+from torch_paged.ops.fused_linear.reference import fused_linear_reference
+from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
+from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
+
+# Registers a thread at most. Without a bound the assembler aims for 48 or so and, to get there,
+# issues the loads of x one after the other.
+_MAX_REGISTERS = 128
+
+
+def _vector(x: Tensor, weights: Sequence[Tensor], in_features: int) -> int:
+    """Return how many elements the kernels load at a time: what all alignments allow, <= 16 bytes.
+
+    One number serves x and the weights, so their strides reach the kernel in its multiples.
+    """
+    size = x.element_size()
+    common = in_features | 16 // size
+    for tensor in (x, *weights):
+        common |= tensor.data_ptr() // size
+        if tensor.shape[0] > 1:
+            common |= tensor.stride(0)
+    return common & -common
+
+
+def _launch_fused_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm_weight: Tensor | None = None,
+    norm: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    cast_before_gain: bool = True,
+    residual: Tensor | None = None,
+    activation: str = "",
+    gated: bool = False,
+    counters: Tensor | None = None,
+    *,
+    config: GemvConfig | SmallGemmConfig | None = None,
+) -> Tensor:
+    """Launch the kernel of `config`, or of the configuration chosen for the problem."""
+    num_tokens, in_features = x.shape
+    num_rows = sum(w.shape[0] for w in weights)
+    problem = Problem(num_tokens, num_rows, in_features, gated, norm)
+    if config is None and x.numel() and num_rows:
+        config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
+    if config is None:
+        return fused_linear_reference(
+            x,
+            weights,
+            biases,
+            norm_weight,
+            norm,
+            eps,
+            norm_offset,
+            cast_before_gain,
+            residual,
+            activation,
+            gated,
+        )
+    out = torch.empty(
+        (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device
+    )
+    biases = [*biases, None, None, None]
+    vec = _vector(x, weights, in_features)
+    streams = [weights[min(i, len(weights) - 1)] for i in range(3)]
+    pointers = (
+        x,
+        *streams,
+        *(streams[0] if b is None else b for b in biases[:3]),
+        x if norm_weight is None else norm_weight,
+        x if residual is None else residual,
+        out,
+    )
+    numbers = (
+        num_tokens,
+        *(w.shape[0] for w in streams),
+        x.stride(0) // vec,
+        *(w.stride(0) // vec for w in streams),
+        0 if residual is None else residual.stride(0),
+        eps,
+        norm_offset,
+    )
+    pdl = use_pdl(x)
+    constants = {
+        "K": in_features,
+        "NUM_WEIGHTS": len(weights),
+        "HAS_BIAS0": biases[0] is not None,
+        "HAS_BIAS1": biases[1] is not None,
+        "HAS_BIAS2": biases[2] is not None,
+        "NORM": norm,
+        "HAS_GAIN": norm_weight is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "VEC": vec,
+        "PDL": pdl,
+    }
+    if pdl:
+        constants["launch_pdl"] = True
+    sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
+    if isinstance(config, GemvConfig):
+        _start_gemv(config, num_tokens, sizes, pointers, numbers, constants)
+    else:
+        _start_small_gemm(config, num_tokens, sizes, pointers, numbers, constants, counters)
+    return out
+
+
+def _start_gemv(
+    config: GemvConfig,
+    num_tokens: int,
+    sizes: Sequence[int],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    constants: dict[str, object],
+) -> None:
+    tokens = min(triton.next_power_of_2(num_tokens), 8)
+    block = config.rows * config.warps
+    step = config.chunks * 32 * constants["VEC"]
+    grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
+    _gemv_kernel[grid](
+        *pointers,
+        *numbers,
+        **constants,
+        TOKENS=tokens,
+        ROWS=config.rows,
+        CHUNKS=config.chunks,
+        WARPS=config.warps,
+        EVEN_K=constants["K"] % step == 0,
+        EVEN_N=all(n % block == 0 for n in sizes),
+        EVEN_T=num_tokens % tokens == 0,
+        num_warps=config.warps,
+        num_stages=1,
+        maxnreg=_MAX_REGISTERS if tokens <= 2 else 255,
+    )
+
+
+def _start_small_gemm(
+    config: SmallGemmConfig,
+    num_tokens: int,
+    sizes: Sequence[int],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    constants: dict[str, object],
+    counters: Tensor | None,
+) -> None:
+    tokens = max(triton.next_power_of_2(num_tokens), 8)
+    rows, chunks, warps, splits = config
+    num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
+    # Every share of in_features must have something to sum.
+    step = chunks * 32 * warps
+    splits = min(splits, triton.cdiv(constants["K"], step))
+    if counters is None or num_blocks > NUM_COUNTERS:
+        splits = 1
+    partials = counter = pointers[-1]
+    if splits > 1:
+        slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
+        partials = torch.empty(
+            num_blocks * splits * slot, dtype=torch.float32, device=counters.device
+        )
+        counter = counters
+    _small_gemm_kernel[(num_blocks, splits)](
+        *pointers,
+        partials,
+        counter,
+        *numbers,
+        **constants,
+        TOKENS=tokens,
+        ROWS=rows,
+        CHUNKS=chunks,
+        WARPS=warps,
+        SPLITS=splits,
+        EVEN_K=constants["K"] % (step * splits) == 0,
+        EVEN_N=all(n % rows == 0 for n in sizes),
+        # The interpreter cannot multiply bfloat16.
+        UPCAST=INTERPRETED,
+        num_warps=warps,
+        num_stages=1,
+        maxnreg=_MAX_REGISTERS if tokens == 8 or warps > 8 else 255,
+    )

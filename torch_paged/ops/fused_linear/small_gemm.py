@@ -29,12 +29,14 @@ from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, t
 
 
 @triton.jit
-def _as_rows(tile, WARPS: tl.constexpr):
+def _as_rows(tile, WARPS: tl.constexpr, UPCAST: tl.constexpr):
     """[R / 8, C, WARPS * 256] as loaded -> [WARPS, R, C * 32], an operand of the batched dot.
 
     The last dim of the tile is (warp, row % 8, lane % 4, step, half, pair); a fragment of mma
     m16n8k16 wants k to be (step, half, lane % 4, pair).
     """
+    if UPCAST:
+        tile = tile.to(tl.float32)
     GROUPS: tl.constexpr = tile.shape[0]
     CHUNKS: tl.constexpr = tile.shape[1]
     tile = tl.reshape(tile, [GROUPS, CHUNKS, WARPS, 8, 4, 2, 2, 2])
@@ -110,6 +112,7 @@ def _small_gemm_kernel(
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -216,10 +219,10 @@ def _small_gemm_kernel(
             x = (x.to(tl.float32) * prescale).to(x.dtype)
         if HAS_GAIN:
             x = (x.to(tl.float32) * (this_gain.to(tl.float32) + norm_offset)).to(x.dtype)
-        x_t = tl.permute(_as_rows(x, WARPS), [0, 2, 1])
-        acc = tl.dot(_as_rows(this, WARPS), x_t, acc)
+        x_t = tl.permute(_as_rows(x, WARPS, UPCAST), [0, 2, 1])
+        acc = tl.dot(_as_rows(this, WARPS, UPCAST), x_t, acc)
         if GATED:
-            acc_up = tl.dot(_as_rows(this_up, WARPS), x_t, acc_up)
+            acc_up = tl.dot(_as_rows(this_up, WARPS, UPCAST), x_t, acc_up)
 
     y = tl.sum(acc, axis=0)
     y_up = y

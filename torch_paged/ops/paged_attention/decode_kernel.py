@@ -112,7 +112,10 @@ def _load_gain(
     return gain, partner_gain + offset
 
 
-@triton.jit
+# One kernel for every batch size: the split count must not be specialised on.
+@triton.jit(
+    do_not_specialize=["window", "num_splits", "single_tokens", "min_split_tokens", "max_tokens"]
+)
 def decode_attention_kernel(
     q_ptr,
     k_ptr,
@@ -138,6 +141,8 @@ def decode_attention_kernel(
     eps,
     norm_offset,
     num_splits,
+    single_tokens,
+    min_split_tokens,
     max_tokens,
     stride_qt,
     stride_kt,
@@ -163,8 +168,6 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SINGLE_TOKENS: tl.constexpr,
-    MIN_SPLIT_TOKENS: tl.constexpr,
     MERGE_TILE: tl.constexpr,
     MERGE_HEADS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -186,7 +189,7 @@ def decode_attention_kernel(
     Each program holds the query heads of one KV head of one row as the M dimension of its
     products and walks one range of the row's tokens with an online softmax. Which ranges there
     are follows from context_lens at run time, alike in all programs of a row: up to
-    SINGLE_TOKENS tokens are one range whose program writes the output; above that, programs
+    single_tokens tokens are one range whose program writes the output; above that, programs
     leave (accumulator, maximum, sum) in scratch and the last to arrive merges. The new token
     (FUSED) never takes the way through memory: the program of the last range starts its softmax
     from it, and writes it to the cache, which no other program reads at that index.
@@ -273,8 +276,8 @@ def decode_attention_kernel(
     if SPLIT:
         span = stop - base
         share = tl.cdiv(tl.cdiv(span, num_splits), BLOCK_N) * BLOCK_N
-        share = tl.maximum(share, MIN_SPLIT_TOKENS)
-        share = tl.where(span <= SINGLE_TOKENS, SINGLE_TOKENS, share)
+        share = tl.maximum(share, min_split_tokens)
+        share = tl.where(span <= single_tokens, single_tokens, share)
         num_active = tl.maximum(tl.cdiv(span, share), 1)
         low = base + split * share
         high = tl.minimum(low + share, stop)
@@ -437,7 +440,7 @@ def _merge_splits(
             peak = new_peak
         tl.store(
             out_ptr + g[:, None] * DV + dv[None, :],
-            (out / total[:, None]).to(out_ptr.dtype.element_ty),
+            (out / tl.where(in_group, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
             mask=in_group[:, None] & (dv[None, :] < DV),
         )
 

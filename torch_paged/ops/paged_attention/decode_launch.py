@@ -50,7 +50,10 @@ def _launch_fused_decode_attention(
     config = config or decode_config(query.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_dim))
+    block_m = max(16, triton.next_power_of_2(group))
     tile = config.tile_bytes // (max(block_d, block_dv) * query.element_size())
+    if query.element_size() == 4:
+        tile //= 2  # exact float32 products run on registers alone
     tile = max(tile, block_size, 16)
     max_tokens = block_table.shape[1] * block_size
     reach = min(max_tokens, window + tile) if window > 0 else max_tokens
@@ -86,6 +89,8 @@ def _launch_fused_decode_attention(
         eps,
         norm_offset,
         splits,
+        config.single_tokens,
+        max(config.min_split_tokens, tile),
         max_tokens,
         query.stride(0),
         key.stride(0),
@@ -107,12 +112,10 @@ def _launch_fused_decode_attention(
         DV=v_dim,
         HALF=0 if cos is None else cos.shape[1],
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=block_m,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         BLOCK_N=tile,
-        SINGLE_TOKENS=config.single_tokens,
-        MIN_SPLIT_TOKENS=max(config.min_split_tokens, tile),
         MERGE_TILE=16 if block_dv <= 128 else 8,
         MERGE_HEADS=min(4, triton.next_power_of_2(group)),
         NUM_STAGES=config.num_stages,
@@ -128,7 +131,7 @@ def _launch_fused_decode_attention(
         HAS_ALIBI=alibi_slopes is not None,
         PRECISION=dot_precision(),
         PDL=bool(pdl),
-        num_warps=config.num_warps,
+        num_warps=config.num_warps if block_m < 64 else 8,
         **pdl,
     )
     return out

@@ -95,7 +95,7 @@ def _attend_range(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_tokens", "num_rows"])
 def prefill_attention_kernel(
     q_ptr,
     k_cache_ptr,

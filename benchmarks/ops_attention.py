@@ -1,0 +1,347 @@
+"""Decode and prefill attention against the read ceiling and torch's SDPA.
+
+    python -m benchmarks.ops_attention [--sweep]
+
+Times are medians under CUDA graph replay. A graph runs one launch per layer, each on blocks of its
+own, so that every layer's cache comes from memory and not from L2. `--sweep` times other
+configurations than the checked-in ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.ceiling import read_tbps
+from torch_paged.ops.paged_attention.config import DecodeConfig, PrefillConfig
+from torch_paged.ops.paged_attention.decode_launch import _launch_fused_decode_attention
+from torch_paged.ops.paged_attention.prefill import _launch_paged_prefill_attention
+
+BF16 = torch.bfloat16
+BLOCK_SIZE = 16
+# Block tables as wide as a server's: short contexts run with the split count of long ones.
+MAX_TOKENS = 40960
+COLD_BYTES = 200 << 20
+SHAPES = [(16, 8, 128), (32, 8, 64), (32, 8, 128)]
+DECODE_CASES = [(b, 200) for b in (1, 8, 32, 128)] + [(b, 2048) for b in (1, 8, 32, 128)]
+DECODE_CASES.append((1, 32768))
+PREFILL_TOKENS = [512, 2048, 8192]
+
+
+def graph_us(launches: list[Callable[[], Any]], repeats: int = 15) -> tuple[float, float]:
+    """Return median and spread of microseconds a launch, all launches in one graph."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for index in range(repeats + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        if index >= 3:
+            times.append(start.elapsed_time(stop) * 1e3 / len(launches))
+    return statistics.median(times), max(times) - min(times)
+
+
+class DecodeCase:
+    """Inputs of one decode step over several layers, in shuffled blocks of one pool."""
+
+    def __init__(self, heads: tuple[int, int, int], batch: int, context: int) -> None:
+        self.heads, self.batch, self.context = heads, batch, context
+        num_heads, num_kv_heads, dim = heads
+        self.bytes = 2 * 2 * batch * (context + 1) * num_kv_heads * dim
+        self.num_layers = min(max(2, math.ceil(COLD_BYTES / self.bytes)), 128)
+        used = context // BLOCK_SIZE + 1
+        num_blocks = self.num_layers * batch * used
+        shape = (num_blocks, num_kv_heads, BLOCK_SIZE, dim)
+        self.k_cache = torch.randn(shape, device="cuda", dtype=BF16)
+        self.v_cache = torch.randn(shape, device="cuda", dtype=BF16)
+        order = torch.randperm(num_blocks, device="cuda").int().view(self.num_layers, batch, used)
+        self.tables = torch.zeros(
+            self.num_layers, batch, MAX_TOKENS // BLOCK_SIZE, dtype=torch.int32, device="cuda"
+        )
+        self.tables[:, :, :used] = order
+        self.slots = torch.randperm(batch, device="cuda").int()
+        self.context_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        self.counters = torch.zeros(batch * num_kv_heads, dtype=torch.int32, device="cuda")
+        projection = torch.randn(
+            batch, (num_heads + 2 * num_kv_heads) * dim, device="cuda", dtype=BF16
+        )
+        parts = (num_heads, num_kv_heads, num_kv_heads)
+        self.query, self.key, self.value = projection.view(batch, -1, dim).split(parts, dim=1)
+        angle = torch.rand(batch, dim // 2, device="cuda") * 6
+        self.cos, self.sin = angle.cos(), angle.sin()
+        # Qwen3 has q/k norms, the Llamas have not.
+        self.norm: dict[str, Any] = {}
+        if heads == (16, 8, 128):
+            gains = torch.rand(2, dim, device="cuda", dtype=BF16) + 0.5
+            self.norm = {"q_norm": gains[0], "k_norm": gains[1], "eps": 1e-6}
+
+    def run(self, layer: int, config: DecodeConfig | None = None) -> Tensor:
+        """Launch one layer."""
+        return _launch_fused_decode_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.cos,
+            self.sin,
+            self.k_cache,
+            self.v_cache,
+            self.tables[layer],
+            self.slots,
+            self.context_lens,
+            self.counters,
+            self.heads[2] ** -0.5,
+            **self.norm,
+            config=config,
+        )
+
+    def check(self, config: DecodeConfig | None = None) -> float:
+        """Return the relative error against float32 attention over what the cache holds."""
+        output = self.run(1, config)
+        num_heads, num_kv_heads, dim = self.heads
+        query = self._prepared(self.query, "q_norm")
+        worst = 0.0
+        for row in {0, self.batch - 1}:
+            blocks = self.tables[1, self.slots[row], : self.context // BLOCK_SIZE + 1].long()
+            # The kernel has written the new token by now.
+            keys, values = (
+                cache[blocks].transpose(1, 2).flatten(0, 1)[: self.context + 1].float()
+                for cache in (self.k_cache, self.v_cache)
+            )
+            q = query[row].view(num_kv_heads, -1, dim).float()
+            weights = torch.softmax(torch.einsum("hgd,lhd->hgl", q, keys) * dim**-0.5, dim=-1)
+            exact = torch.einsum("hgl,lhd->hgd", weights, values).view(num_heads, dim)
+            worst = max(worst, float((output[row] - exact).norm() / exact.norm()))
+        return worst
+
+    def _prepared(self, x: Tensor, norm: str) -> Tensor:
+        if norm in self.norm:
+            x = F.rms_norm(x, x.shape[-1:], None, self.norm["eps"]) * self.norm[norm]
+        a, b = x.float().chunk(2, dim=-1)
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    def time(self, config: DecodeConfig | None = None) -> tuple[float, float]:
+        """Return median and spread of microseconds a layer."""
+        layers = range(self.num_layers)
+        return graph_us([lambda layer=layer: self.run(layer, config) for layer in layers])
+
+
+class PrefillCase:
+    """One prompt without prefix, over two layers."""
+
+    def __init__(self, heads: tuple[int, int, int], num_tokens: int) -> None:
+        self.heads, self.num_tokens = heads, num_tokens
+        num_heads, num_kv_heads, dim = heads
+        num_blocks = num_tokens // BLOCK_SIZE
+        shape = (2 * num_blocks, num_kv_heads, BLOCK_SIZE, dim)
+        self.k_cache = torch.randn(shape, device="cuda", dtype=BF16)
+        self.v_cache = torch.randn(shape, device="cuda", dtype=BF16)
+        self.tables = torch.randperm(2 * num_blocks, device="cuda").int().view(2, 1, -1)
+        self.query = torch.randn(num_tokens, num_heads, dim, device="cuda", dtype=BF16)
+        self.slots, self.context_lens = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+        self.bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
+        self.flops = 2 * num_heads * dim * num_tokens**2
+        caches = (self.k_cache, self.v_cache)
+        self.dense = [
+            cache[self.tables[0, 0].long()].transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+            for cache in caches
+        ]
+
+    def run(self, layer: int, config: PrefillConfig | None = None) -> Tensor:
+        """Launch one layer."""
+        return _launch_paged_prefill_attention(
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            self.tables[layer],
+            self.slots,
+            self.bounds,
+            self.context_lens,
+            self.num_tokens,
+            self.heads[2] ** -0.5,
+            config=config,
+        )
+
+    def check(self, config: PrefillConfig | None = None) -> float:
+        """Return the relative error of the last 64 queries against float32 attention."""
+        output = self.run(0, config)[-64:]
+        dim, n = self.heads[2], self.num_tokens
+        keys, values = (x[0].float() for x in self.dense)
+        query = self.query[-64:].view(64, keys.shape[0], -1, dim).float()
+        scores = torch.einsum("nhgd,hld->hgnl", query, keys) * dim**-0.5
+        later = torch.arange(n, device="cuda") > torch.arange(n - 64, n, device="cuda")[:, None]
+        weights = torch.softmax(scores.masked_fill(later, -math.inf), dim=-1)
+        exact = torch.einsum("hgnl,hld->nhgd", weights, values).flatten(1, 2)
+        return float((output - exact).norm() / exact.norm())
+
+    def time(self, config: PrefillConfig | None = None) -> tuple[float, float]:
+        """Return median and spread of microseconds a layer."""
+        return graph_us([lambda layer=i % 2: self.run(layer, config) for i in range(4)])
+
+    def time_sdpa(self) -> dict[str, float]:
+        """Return microseconds of torch's backends on the same sizes, contiguous."""
+        query = self.query.transpose(0, 1)[None].contiguous()
+        keys, values = (x.contiguous() for x in self.dense)
+        times = {}
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                times[name.split("_")[0].lower()] = graph_us(
+                    [
+                        lambda: F.scaled_dot_product_attention(
+                            query, keys, values, is_causal=True, enable_gqa=True
+                        )
+                    ]
+                    * 4
+                )[0]
+        return times
+
+
+def _decode_variants() -> list[DecodeConfig]:
+    tiles = itertools.product((8192, 16384, 32768), (4, 8), (2, 3, 4))
+    return [
+        DecodeConfig(tile_bytes=tile, num_warps=warps, num_stages=stages)
+        for tile, warps, stages in tiles
+        if tile * (stages - 1) <= 65536 and (tile, warps) != (8192, 8)
+    ]
+
+
+def _prefill_variants(dim: int) -> list[PrefillConfig]:
+    tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3)]
+    tiles += [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3)]
+    return [PrefillConfig(*tile) for tile in tiles]
+
+
+def _compile(job: tuple[str, tuple[int, int, int], Any]) -> None:
+    """Fill Triton's disk cache with one variant, in a process of its own."""
+    kind, heads, config = job
+    if kind == "prefill":
+        PrefillCase(heads, 256).run(0, config)
+    else:
+        global COLD_BYTES
+        COLD_BYTES = 0
+        DecodeCase(heads, 1, 20).run(0, config)
+    torch.cuda.synchronize()
+
+
+def sweep() -> list[dict[str, Any]]:
+    """Time variants of both kernels; run-time settings first on the checked-in tiles."""
+    jobs: list[tuple[str, tuple[int, int, int], Any]] = []
+    for heads in SHAPES:
+        jobs += [("decode", heads, config) for config in _decode_variants()]
+    for heads in SHAPES[1:]:
+        jobs += [("prefill", heads, config) for config in _prefill_variants(heads[2])]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(14, mp_context=context) as pool:
+        futures = [pool.submit(_compile, job) for job in jobs]
+        failed = {i for i, future in enumerate(futures) if future.exception() is not None}
+    rows = []
+    for heads in SHAPES:
+        for batch, tokens in ((1, 200), (1, 2048), (1, 32768), (8, 2048), (32, 200), (32, 2048)):
+            case = DecodeCase(heads, batch, tokens)
+            configs = [
+                c
+                for i, (k, h, c) in enumerate(jobs)
+                if h == heads and i not in failed and k == "decode"
+            ]
+            if batch == 1:
+                configs += _run_time_variants(tokens)
+            for config in configs:
+                us, _ = case.time(config)
+                rows.append({"case": f"decode {heads} b{batch} ctx{tokens}", "us": us})
+                rows[-1]["config"] = dataclasses.astuple(config)
+            del case
+    for index, (kind, heads, config) in enumerate(jobs):
+        if kind != "prefill" or index in failed:
+            continue
+        for num_tokens in PREFILL_TOKENS:
+            case = PrefillCase(heads, num_tokens)
+            us, _ = case.time(config)
+            rows.append({"case": f"prefill {heads} {num_tokens}", "us": us})
+            rows[-1]["config"] = dataclasses.astuple(config)
+    return rows
+
+
+def _run_time_variants(tokens: int) -> list[DecodeConfig]:
+    if tokens == 200:
+        return [DecodeConfig(single_tokens=n, min_split_tokens=64) for n in (64, 128)]
+    return [
+        DecodeConfig(min_split_tokens=split, programs_per_sm=programs)
+        for split in (64, 128, 256)
+        for programs in (1, 2, 4)
+    ]
+
+
+def main() -> None:
+    """Check, time and print; JSON under $OUT where that is set."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if args.sweep:
+        record["sweep"] = sweep()
+        for _, group in itertools.groupby(record["sweep"], key=lambda row: row["case"]):
+            for row in sorted(group, key=lambda row: row["us"])[:6]:
+                print(f"{row['case']}: {row['us']:8.2f} us {row['config']}")
+    ceiling = read_tbps()
+    record |= {"read_tbps": ceiling, "decode": [], "prefill": []}
+    lines = [f"{record['gpu']}, torch {torch.__version__}, read ceiling {ceiling:.2f} TB/s"]
+    for heads, (batch, tokens) in itertools.product(SHAPES, DECODE_CASES):
+        case = DecodeCase(heads, batch, tokens)
+        error = case.check()
+        us, spread = case.time()
+        row = {"heads": heads, "batch": batch, "context": tokens, "us": us, "spread_us": spread}
+        row |= {"error": error, "gbps": case.bytes / us / 1e3}
+        record["decode"].append(row)
+        lines.append(
+            f"decode {heads!s:13} b{batch:<3} ctx {tokens:<5} {us:7.2f} us (+-{spread:.2f}) "
+            f"{row['gbps']:5.0f} GB/s {row['gbps'] / ceiling / 10:5.1f}%  error {error:.1e}"
+        )
+        assert error < 1e-2, lines[-1]
+        del case
+    for heads, num_tokens in itertools.product(SHAPES, PREFILL_TOKENS):
+        prompt = PrefillCase(heads, num_tokens)
+        error = prompt.check()
+        us, spread = prompt.time()
+        times = {"ours": us} | prompt.time_sdpa()
+        tflops = {name: prompt.flops / us / 1e6 for name, us in times.items()}
+        record["prefill"].append({"heads": heads, "tokens": num_tokens, "us": times})
+        record["prefill"][-1] |= {"tflops": tflops, "spread_us": spread, "error": error}
+        shown = ", ".join(f"{name} {value:.0f}" for name, value in tflops.items())
+        lines.append(
+            f"prefill {heads!s:13} {num_tokens:<5} {us:7.1f} us  TFLOP/s {shown} error {error:.1e}"
+        )
+        assert error < 1e-2, lines[-1]
+    record["seconds"] = time.perf_counter() - began
+    print("\n".join(lines), f"\n{record['seconds']:.0f} s", flush=True)
+    if "OUT" in os.environ:
+        with open(os.path.join(os.environ["OUT"], "ops_attention.json"), "w") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

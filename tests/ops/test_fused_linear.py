@@ -1,0 +1,312 @@
+"""fused_linear: both kernels against a float64 oracle, and the contract around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_paged.ops.fused_linear import (
+    MAX_KERNEL_ROWS,
+    NUM_COUNTERS,
+    fused_linear,
+    fused_linear_reference,
+    launch,
+)
+from torch_paged.ops.fused_linear.configs import GemvConfig, SmallGemmConfig
+from torch_paged.ops.glu import ACTIVATIONS, activation_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+GEMV = GemvConfig(rows=2, chunks=1, warps=2)
+SMALL_GEMM = SmallGemmConfig(rows=16, chunks=1, warps=2, splits=1)
+SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
+
+KERNELS = [
+    pytest.param(torch.float32, GEMV, id="gemv-fp32"),
+    pytest.param(torch.float16, GEMV, id="gemv-fp16"),
+    pytest.param(torch.bfloat16, GEMV, id="gemv-bf16"),
+    pytest.param(torch.float16, SMALL_GEMM, id="small_gemm-fp16"),
+    pytest.param(torch.bfloat16, SMALL_GEMM, id="small_gemm-bf16"),
+    pytest.param(torch.bfloat16, SPLIT, id="split-bf16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel leaves unwritten reads as NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        return empty(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(DEVICE)
+
+
+def make_weights(sizes: list[int], in_features: int, dtype: torch.dtype) -> list[Tensor]:
+    scale = in_features**-0.5
+    return [
+        randn(n, in_features, dtype=dtype, scale=scale, seed=i + 1) for i, n in enumerate(sizes)
+    ]
+
+
+def make_counters() -> Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+
+
+def oracle(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None] | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    norm: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    cast_before_gain: bool = True,
+    residual: Tensor | None = None,
+    activation: str = "",
+    gated: bool = False,
+) -> Tensor:
+    """The module's equation in float64, without any rounding."""
+    x = x.double()
+    if norm:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        if norm_weight is not None:
+            x = x * (norm_weight.double() + norm_offset)
+    parts = [x @ w.double().T for w in weights]
+    for part, bias in zip(parts, biases or (), strict=False):
+        if bias is not None:
+            part += bias.double()
+    if gated:
+        y = activation_reference(parts[0], activation) * parts[1]
+    else:
+        y = torch.cat(parts, dim=-1)
+        if activation:
+            y = activation_reference(y, activation)
+    return y if residual is None else y + residual.double()
+
+
+def check(
+    config: GemvConfig | SmallGemmConfig,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None] | None = None,
+    norm_weight: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """Run a kernel and hold it to twice what Hugging Face's roundings would have cost."""
+    counters = make_counters()
+    out = launch._launch_fused_linear(
+        x, weights, biases or [], norm_weight, **options, counters=counters, config=config
+    )
+    want = oracle(x, weights, biases, norm_weight, **options)
+    low = fused_linear_reference(x, weights, biases or [], norm_weight, **options)
+    assert out.shape == want.shape and out.dtype == x.dtype
+    assert not counters.any()
+    scale = want.abs().max()
+    budget = 2 * ((low.double() - want).abs().max() + torch.finfo(x.dtype).eps / 2 * scale)
+    error = (out.double() - want).abs().max()
+    assert error <= budget, f"error {error:.3e} exceeds {budget:.3e}"
+    if x.dtype == torch.float32:
+        assert error <= 1e-5 * scale
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 17, 33, 64])
+@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+def test_norm_and_three_weights_match_the_oracle(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, num_tokens: int
+) -> None:
+    in_features = 80
+    x = randn(num_tokens, in_features, dtype=dtype)
+    weights = make_weights([24, 9, 17], in_features, dtype)
+    biases = [randn(24, dtype=dtype), None, randn(17, dtype=dtype)]
+    gain = randn(in_features, dtype=dtype)
+    check(config, x, weights, biases, gain, norm=True, eps=1e-5)
+
+
+@pytest.mark.parametrize("cast_before_gain", [True, False])
+@pytest.mark.parametrize("norm_offset", [0.0, 1.0])
+@pytest.mark.parametrize("gain_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [GEMV, SPLIT], ids=["gemv", "split"])
+def test_every_norm_matches_the_oracle(
+    config: GemvConfig | SmallGemmConfig,
+    gain_dtype: torch.dtype | None,
+    norm_offset: float,
+    cast_before_gain: bool,
+) -> None:
+    if gain_dtype is None and norm_offset:
+        pytest.skip("an offset needs a gain")
+    x = randn(3, 72, dtype=torch.bfloat16, scale=3.0)
+    gain = None if gain_dtype is None else randn(72, dtype=gain_dtype)
+    options = {"norm_offset": norm_offset, "cast_before_gain": cast_before_gain}
+    check(config, x, make_weights([12], 72, x.dtype), None, gain, norm=True, eps=1e-6, **options)
+
+
+@pytest.mark.parametrize("sizes", [[5], [8, 16], [16, 1, 15]], ids=str)
+@pytest.mark.parametrize("biased", [0, 1, 2, 3, 5, 7])
+@pytest.mark.parametrize(("dtype", "config"), [KERNELS[0], KERNELS[4]])
+def test_biases_belong_to_their_weights(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, biased: int, sizes: list[int]
+) -> None:
+    biases = [
+        randn(n, dtype=dtype, seed=i) if biased >> i & 1 else None for i, n in enumerate(sizes)
+    ]
+    check(config, randn(2, 64, dtype=dtype), make_weights(sizes, 64, dtype), biases)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("config", [GEMV, SMALL_GEMM, SPLIT], ids=["gemv", "small_gemm", "split"])
+def test_activations_match_the_oracle(
+    config: GemvConfig | SmallGemmConfig, gated: bool, activation: str
+) -> None:
+    dtype = torch.float16
+    x = randn(2, 80, dtype=dtype)
+    weights = make_weights([20, 20] if gated else [20], 80, dtype)
+    biases = [None, randn(20, dtype=dtype)] if gated else [randn(20, dtype=dtype)]
+    check(config, x, weights, biases, norm=True, eps=1e-5, activation=activation, gated=gated)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+def test_residual_is_added_last_with_its_own_row_stride(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, gated: bool
+) -> None:
+    residual = randn(3, 50, dtype=dtype)[:, 5:45]
+    x = randn(3, 64, dtype=dtype)
+    weights = make_weights([40, 40] if gated else [40], 64, dtype)
+    check(config, x, weights, residual=residual, activation="silu" * gated, gated=gated)
+
+
+@pytest.mark.parametrize("in_features", [1, 31, 33, 63, 64, 65, 144, 224])
+@pytest.mark.parametrize("out_features", [1, 7, 16, 17])
+@pytest.mark.parametrize(("dtype", "config"), [KERNELS[0], KERNELS[4]])
+def test_any_size_matches_the_oracle(
+    dtype: torch.dtype,
+    config: GemvConfig | SmallGemmConfig,
+    out_features: int,
+    in_features: int,
+) -> None:
+    x = randn(2, in_features, dtype=dtype)
+    weights = make_weights([out_features], in_features, dtype)
+    check(config, x, weights, None, randn(in_features, dtype=dtype), norm=True, eps=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 8])
+@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+def test_row_strides_and_alignments_are_free(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, first: int
+) -> None:
+    columns = slice(first, first + 64)
+    x = randn(3, 96, dtype=dtype)[:, columns]
+    weights = [w[:, columns] for w in make_weights([9, 8], 96, dtype)]
+    check(config, x, weights)
+
+
+@pytest.mark.parametrize("config", [SMALL_GEMM, SPLIT], ids=["small_gemm", "split"])
+def test_a_large_float16_row_times_its_gain_does_not_overflow(config: SmallGemmConfig) -> None:
+    x = randn(2, 64, dtype=torch.float16, scale=15000.0)
+    gain = randn(64, dtype=torch.float16, scale=40.0)
+    out = check(config, x, make_weights([8], 64, x.dtype), None, gain, norm=True)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+def test_nan_stays_in_its_row(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig
+) -> None:
+    x = randn(3, 64, dtype=dtype)
+    x[1, 7] = float("nan")
+    out = launch._launch_fused_linear(
+        x, make_weights([8], 64, dtype), [], norm=True, counters=make_counters(), config=config
+    )
+    assert out.isnan().all(dim=1).tolist() == [False, True, False]
+    assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+def test_a_row_does_not_depend_on_its_neighbours(
+    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig
+) -> None:
+    x = randn(20, 160, dtype=dtype)
+    weights = make_weights([24], 160, dtype)
+    gain = randn(160, dtype=dtype)
+    rows = [
+        launch._launch_fused_linear(
+            x[:n], weights, [], gain, norm=True, counters=make_counters(), config=config
+        )[0]
+        for n in (1, 2, 3, 8, 20)
+    ]
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_split_sums_without_counters_or_beyond_the_tiles_still_match(splits: int) -> None:
+    config = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=splits)
+    x = randn(5, 160, dtype=torch.bfloat16)
+    weights = make_weights([40], 160, x.dtype)
+    with_counters = check(config, x, weights)
+    without = launch._launch_fused_linear(x, weights, [], config=config)
+    torch.testing.assert_close(with_counters, without, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 64, 65])
+def test_the_op_chooses_for_itself(num_tokens: int, dtype: torch.dtype) -> None:
+    x = randn(num_tokens, 96, dtype=dtype)
+    weights = make_weights([48, 48], 96, dtype)
+    options = {"norm": True, "eps": 1e-6, "activation": "silu", "gated": True}
+    out = launch._launch_fused_linear(x, weights, [], **options, counters=make_counters())
+    want = oracle(x, weights, **options)
+    low = fused_linear_reference(x, weights, [], **options)
+    budget = 2 * ((low - want).abs().max() + torch.finfo(dtype).eps / 2 * want.abs().max())
+    assert (out - want).abs().max() <= budget
+    if num_tokens > MAX_KERNEL_ROWS:
+        assert torch.equal(out, low)
+
+
+def test_no_rows_give_an_empty_output() -> None:
+    weights = make_weights([8, 4], 32, torch.float32)
+    x = torch.zeros(0, 32, device=DEVICE)
+    assert fused_linear(x, weights, norm=True).shape == (0, 12)
+    assert launch._launch_fused_linear(x, weights, []).shape == (0, 12)
+
+
+def test_the_cpu_kernel_is_linear_of_rms_norm() -> None:
+    x = torch.randn(3, 32)
+    gain = torch.randn(32)
+    weights = [torch.randn(8, 32), torch.randn(8, 32)]
+    bias = torch.randn(8)
+    h = gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+    want = torch.cat([F.linear(h, weights[0]), F.linear(h, weights[1], bias)], dim=-1)
+    out = fused_linear(x, weights, [None, bias], gain, norm=True, eps=1e-6)
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+
+
+def test_opcheck() -> None:
+    op = torch.ops.torch_paged.fused_linear.default
+    x = torch.randn(3, 16)
+    weights = [torch.randn(8, 16), torch.randn(8, 16)]
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32)
+    gated = {"norm": True, "activation": "silu", "gated": True, "counters": counters}
+    torch.library.opcheck(op, (x, weights, [None, torch.randn(8)], torch.randn(16)), gated)
+    torch.library.opcheck(op, (x, weights, []), {"residual": torch.randn(3, 16)})
+
+
+def test_compiles_without_graph_breaks() -> None:
+    x = torch.randn(3, 16)
+    weights = [torch.randn(8, 16), torch.randn(8, 16)]
+
+    def step(x: Tensor) -> Tensor:
+        return fused_linear(x, weights, norm=True, eps=1e-6, activation="silu", gated=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), step(x))

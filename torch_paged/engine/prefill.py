@@ -1,0 +1,107 @@
+"""Prefill as CUDA graphs over token-count buckets, so that short prompts are not launch-bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.inputs import StepInputs
+from torch_paged.engine.protocols import StepModel
+from torch_paged.graphs.buckets import pick_bucket
+from torch_paged.graphs.capture import GraphCache
+
+# Past the last bucket the device is busy for longer than the launches take, and activations of
+# that size should not stay in the graphs' pool.
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+class CapturedPrefill:
+    """Runs a packed prefill in the next larger bucket of tokens and rows.
+
+    A bucket is captured when it is met for the second time: a shape that comes once is not worth
+    a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
+    stays in their own rows of the activations.
+    """
+
+    def __init__(
+        self,
+        step: StepModel,
+        device: torch.device,
+        graphs: GraphCache[Tensor | None],
+        row_buckets: Sequence[int],
+    ) -> None:
+        self._step = step
+        self._device = device
+        self._graphs = graphs
+        self._row_buckets = tuple(row_buckets)
+        self._static: dict[tuple[int, int], StepInputs] = {}
+        self._met: set[tuple[int, int]] = set()
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Return logits [num_rows, vocab_size] of the last tokens, valid until the next launch."""
+        size = self._bucket(inputs)
+        if size is None or size not in self._met:
+            if size is not None:
+                self._met.add(size)
+            return self._step.prefill(inputs)
+        if size not in self._static:
+            self._static[size] = _static_inputs(*size, self._device)
+        static = self._static[size]
+        _load(static, inputs)
+        key = ("prefill", *size)
+        if key not in self._graphs:
+            # The cache is written with the values that the replay writes again.
+            self._graphs.capture(
+                key,
+                lambda: self._step.prefill(static),
+                warmup=lambda: self._step.prefill(static),
+            )
+        logits = self._graphs.replay(key)
+        assert logits is not None
+        return logits[: inputs.slots.shape[0]]
+
+    def _bucket(self, inputs: StepInputs) -> tuple[int, int] | None:
+        if inputs.ids is None:
+            return None
+        tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
+        rows = pick_bucket(inputs.slots.shape[0], self._row_buckets)
+        return None if tokens is None or rows is None else (tokens, rows)
+
+
+def _static_inputs(num_tokens: int, num_rows: int, device: torch.device) -> StepInputs:
+    def zeros(count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    with torch.inference_mode(False):
+        return StepInputs(
+            slots=zeros(num_rows, torch.int32),
+            ids=zeros(num_tokens, torch.int64),
+            positions=zeros(num_tokens, torch.int32),
+            cu_seqlens=zeros(num_rows + 1, torch.int32),
+            slot_mapping=zeros(num_tokens, torch.int64),
+            last_index=zeros(num_rows, torch.int64),
+            max_query_len=num_tokens,
+        )
+
+
+def _load(static: StepInputs, inputs: StepInputs) -> None:
+    """Copy a packed prefill into static inputs; the rest becomes padding."""
+    assert inputs.ids is not None and inputs.cu_seqlens is not None
+    tokens, rows = inputs.ids.shape[0], inputs.slots.shape[0]
+    _put(static.ids, inputs.ids, 0)
+    _put(static.positions, inputs.positions, 0)
+    _put(static.slot_mapping, inputs.slot_mapping, -1)
+    _put(static.slots, inputs.slots, -1)
+    _put(static.last_index, inputs.last_index, 0)
+    assert static.cu_seqlens is not None
+    static.cu_seqlens[: rows + 1].copy_(inputs.cu_seqlens)
+    # Padding rows are empty: they begin and end where the last real one ends.
+    static.cu_seqlens[rows + 1 :].fill_(tokens)
+
+
+def _put(target: Tensor | None, values: Tensor | None, fill: int) -> None:
+    assert target is not None and values is not None
+    target[: values.shape[0]].copy_(values)
+    target[values.shape[0] :].fill_(fill)
