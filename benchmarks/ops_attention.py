@@ -38,7 +38,9 @@ BLOCK_SIZE = 16
 MAX_TOKENS = 40960
 COLD_BYTES = 200 << 20
 SHAPES = [(16, 8, 128), (32, 8, 64), (32, 8, 128)]
-DECODE_CASES = [(b, 200) for b in (1, 8, 32, 128)] + [(b, 2048) for b in (1, 8, 32, 128)]
+DECODE_CASES = (
+    [(1, 15)] + [(b, 200) for b in (1, 8, 32, 128)] + [(b, 2048) for b in (1, 8, 32, 128)]
+)
 DECODE_CASES.append((1, 32768))
 PREFILL_TOKENS = [512, 2048, 8192]
 
@@ -67,11 +69,17 @@ def graph_us(launches: list[Callable[[], Any]], repeats: int = 15) -> tuple[floa
 class DecodeCase:
     """Inputs of one decode step over several layers, in shuffled blocks of one pool."""
 
-    def __init__(self, heads: tuple[int, int, int], batch: int, context: int) -> None:
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        batch: int,
+        context: int,
+        cold_bytes: int = COLD_BYTES,
+    ) -> None:
         self.heads, self.batch, self.context = heads, batch, context
         num_heads, num_kv_heads, dim = heads
         self.bytes = 2 * 2 * batch * (context + 1) * num_kv_heads * dim
-        self.num_layers = min(max(2, math.ceil(COLD_BYTES / self.bytes)), 128)
+        self.num_layers = min(max(2, math.ceil(cold_bytes / self.bytes)), 128)
         used = context // BLOCK_SIZE + 1
         num_blocks = self.num_layers * batch * used
         shape = (num_blocks, num_kv_heads, BLOCK_SIZE, dim)
@@ -220,17 +228,27 @@ class PrefillCase:
 
 
 def _decode_variants() -> list[DecodeConfig]:
-    tiles = itertools.product((8192, 16384, 32768), (4, 8), (2, 3, 4))
+    """Configurations that differ in what is compiled: (tile bytes, warps, stages)."""
+    tiles = [(16384, 4, 2), (16384, 4, 3), (16384, 4, 4), (16384, 8, 3), (8192, 4, 4)]
+    tiles += [(32768, 4, 2), (32768, 8, 2), (32768, 8, 3), (65536, 8, 2)]
+    return [DecodeConfig(tile_bytes=t, num_warps=w, num_stages=s) for t, w, s in tiles]
+
+
+def _split_variants(config: DecodeConfig, tokens: int) -> list[DecodeConfig]:
+    """Configurations that differ in how the context is split, which is a run-time matter."""
+    if tokens == 200:
+        return [
+            dataclasses.replace(config, single_tokens=n, min_split_tokens=64) for n in (64, 128)
+        ]
     return [
-        DecodeConfig(tile_bytes=tile, num_warps=warps, num_stages=stages)
-        for tile, warps, stages in tiles
-        if tile * (stages - 1) <= 65536 and (tile, warps) != (8192, 8)
+        dataclasses.replace(config, min_split_tokens=split, programs_per_sm=programs)
+        for split in (64, 128, 256)
+        for programs in (1, 2, 4)
     ]
 
 
-def _prefill_variants(dim: int) -> list[PrefillConfig]:
-    tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3)]
-    tiles += [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3)]
+def _prefill_variants() -> list[PrefillConfig]:
+    tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
     return [PrefillConfig(*tile) for tile in tiles]
 
 
@@ -238,60 +256,58 @@ def _compile(job: tuple[str, tuple[int, int, int], Any]) -> None:
     """Fill Triton's disk cache with one variant, in a process of its own."""
     kind, heads, config = job
     if kind == "prefill":
-        PrefillCase(heads, 256).run(0, config)
+        for num_tokens in PREFILL_TOKENS:
+            PrefillCase(heads, num_tokens).run(0, config)
     else:
-        global COLD_BYTES
-        COLD_BYTES = 0
-        DecodeCase(heads, 1, 20).run(0, config)
+        for batch in (1, 64):  # with and without splits
+            DecodeCase(heads, batch, 20, cold_bytes=0).run(0, config)
     torch.cuda.synchronize()
 
 
-def sweep() -> list[dict[str, Any]]:
-    """Time variants of both kernels; run-time settings first on the checked-in tiles."""
+def _compile_all(with_variants: bool) -> None:
     jobs: list[tuple[str, tuple[int, int, int], Any]] = []
     for heads in SHAPES:
-        jobs += [("decode", heads, config) for config in _decode_variants()]
-    for heads in SHAPES[1:]:
-        jobs += [("prefill", heads, config) for config in _prefill_variants(heads[2])]
+        jobs += [("decode", heads, None), ("prefill", heads, None)]
+        if with_variants:
+            jobs += [("decode", heads, config) for config in _decode_variants()]
+            jobs += [("prefill", heads, config) for config in _prefill_variants()]
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(14, mp_context=context) as pool:
-        futures = [pool.submit(_compile, job) for job in jobs]
-        failed = {i for i, future in enumerate(futures) if future.exception() is not None}
-    rows = []
-    for heads in SHAPES:
-        for batch, tokens in ((1, 200), (1, 2048), (1, 32768), (8, 2048), (32, 200), (32, 2048)):
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2, len(jobs)))
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for job, future in [(job, pool.submit(_compile, job)) for job in jobs]:
+            if future.exception() is not None:
+                print(f"{job} does not run: {future.exception()}")
+
+
+def sweep() -> list[dict[str, Any]]:
+    """Time variants of both kernels and print the best of each case."""
+    rows: list[dict[str, Any]] = []
+
+    def report(case: str, timed: list[tuple[Any, float]]) -> None:
+        timed.sort(key=lambda pair: pair[1])
+        for config, us in timed:
+            rows.append({"case": case, "us": us, "config": dataclasses.astuple(config)})
+        shown = " | ".join(f"{us:.2f} {dataclasses.astuple(config)}" for config, us in timed[:7])
+        print(f"{case}: {shown} ... {timed[-1][1]:.2f}", flush=True)
+
+    for batch, tokens in ((1, 200), (1, 2048), (1, 32768), (32, 200), (32, 2048), (8, 2048)):
+        for heads in SHAPES:
             case = DecodeCase(heads, batch, tokens)
-            configs = [
-                c
-                for i, (k, h, c) in enumerate(jobs)
-                if h == heads and i not in failed and k == "decode"
-            ]
-            if batch == 1:
-                configs += _run_time_variants(tokens)
-            for config in configs:
-                us, _ = case.time(config)
-                rows.append({"case": f"decode {heads} b{batch} ctx{tokens}", "us": us})
-                rows[-1]["config"] = dataclasses.astuple(config)
+            configs = _decode_variants()
+            if batch < 32:
+                configs += _split_variants(DecodeConfig(), tokens)
+                large = DecodeConfig(tile_bytes=32768, num_warps=8)
+                configs += _split_variants(large, tokens)
+            report(
+                f"decode {heads} b{batch} ctx {tokens}", [(c, case.time(c)[0]) for c in configs]
+            )
             del case
-    for index, (kind, heads, config) in enumerate(jobs):
-        if kind != "prefill" or index in failed:
-            continue
+    for heads in SHAPES:
         for num_tokens in PREFILL_TOKENS:
-            case = PrefillCase(heads, num_tokens)
-            us, _ = case.time(config)
-            rows.append({"case": f"prefill {heads} {num_tokens}", "us": us})
-            rows[-1]["config"] = dataclasses.astuple(config)
+            prompt = PrefillCase(heads, num_tokens)
+            timed = [(config, prompt.time(config)[0]) for config in _prefill_variants()]
+            report(f"prefill {heads} {num_tokens}", timed)
     return rows
-
-
-def _run_time_variants(tokens: int) -> list[DecodeConfig]:
-    if tokens == 200:
-        return [DecodeConfig(single_tokens=n, min_split_tokens=64) for n in (64, 128)]
-    return [
-        DecodeConfig(min_split_tokens=split, programs_per_sm=programs)
-        for split in (64, 128, 256)
-        for programs in (1, 2, 4)
-    ]
 
 
 def main() -> None:
@@ -302,11 +318,8 @@ def main() -> None:
     torch.manual_seed(0)
     began = time.perf_counter()
     record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if args.sweep:
-        record["sweep"] = sweep()
-        for _, group in itertools.groupby(record["sweep"], key=lambda row: row["case"]):
-            for row in sorted(group, key=lambda row: row["us"])[:6]:
-                print(f"{row['case']}: {row['us']:8.2f} us {row['config']}")
+    _compile_all(args.sweep)
+    print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
     ceiling = read_tbps()
     record |= {"read_tbps": ceiling, "decode": [], "prefill": []}
     lines = [f"{record['gpu']}, torch {torch.__version__}, read ceiling {ceiling:.2f} TB/s"]
@@ -337,7 +350,10 @@ def main() -> None:
         )
         assert error < 1e-2, lines[-1]
     record["seconds"] = time.perf_counter() - began
-    print("\n".join(lines), f"\n{record['seconds']:.0f} s", flush=True)
+    if args.sweep:
+        print("\n".join(lines), flush=True)
+        record["sweep"] = sweep()
+    print("\n".join(lines), f"\n{time.perf_counter() - began:.0f} s", flush=True)
     if "OUT" in os.environ:
         with open(os.path.join(os.environ["OUT"], "ops_attention.json"), "w") as file:
             json.dump(record, file, indent=1)

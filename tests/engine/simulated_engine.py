@@ -10,8 +10,10 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.prefix import PrefixCache
 from torch_paged.engine.request import Request, RequestStatus
 from torch_paged.engine.scheduler import ScheduledStep, Scheduler
 
@@ -115,6 +117,8 @@ class SimulatedEngine:
         self.in_flight.append(samples)
 
     def write_updates(self, updates: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
+        entries = [(u[0], u[1] + i) for u in updates for i in range(len(u[2]))]
+        assert len(set(entries)) == len(entries), "the order of equal indices is not defined"
         for slot, first, block_ids in updates:
             table = self.tables.setdefault(slot, [])
             del table[first:]
@@ -199,3 +203,57 @@ class SimulatedEngine:
         for block in range(self.allocator.num_blocks):
             assert self.allocator.refcount(block) == holders[block]
         assert len(set(slots)) == len(slots) == self.scheduler.num_running
+
+
+def make_engine(
+    num_blocks: int,
+    *,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 512,
+    prefix_caching: bool = False,
+    lag: int = 0,
+    eos: int | None = None,
+    **options: Any,
+) -> SimulatedEngine:
+    allocator = BlockAllocator(num_blocks)
+    scheduler = Scheduler(
+        allocator,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=prefix_caching,
+        prefix_cache=PrefixCache(allocator) if prefix_caching else None,
+        **options,
+    )
+    return SimulatedEngine(scheduler, allocator, block_size=block_size, lag=lag, eos=eos)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [seed * 1000 + i for i in range(length)]
+
+
+def assert_all_as_alone(engine: SimulatedEngine) -> None:
+    for request in engine.requests.values():
+        assert request.output_ids == engine.expected(request), request.request_id
+
+
+class HostBlocks:
+    """A swap space of a few host blocks, which declines when they are out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(num_blocks))
+        self.num_taken = 0
+
+    def take(self, request: Request, num_blocks: int) -> Sequence[int] | None:
+        if num_blocks > len(self.free):
+            return None
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        self.num_taken += num_blocks
+        return taken
+
+    def give_back(self, host_blocks: Sequence[int]) -> None:
+        assert not set(host_blocks) & set(self.free)
+        self.free += host_blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -16,29 +15,10 @@ from torch_paged.engine.scheduler import Scheduler
 
 sys.path.append(str(Path(__file__).parent))
 
-from simulated_engine import SimulatedEngine  # noqa: E402
+from simulated_engine import HostBlocks, SimulatedEngine  # noqa: E402
 
 MAX_MODEL_LEN = 40
-TRACE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-class HostBlocks:
-    """A swap space of a few host blocks; declines when they are out."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free = list(range(num_blocks))
-        self.num_taken = 0
-
-    def take(self, request: Request, num_blocks: int) -> Sequence[int] | None:
-        if num_blocks > len(self.free):
-            return None
-        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
-        self.num_taken += num_blocks
-        return taken
-
-    def give_back(self, host_blocks: Sequence[int]) -> None:
-        assert not set(host_blocks) & set(self.free)
-        self.free += host_blocks
+TRACE = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -91,7 +71,7 @@ def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None]:
 def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) -> None:
     engine, host = data.draw(engines())
     cancelled: set[object] = set()
-    for step in range(data.draw(st.integers(0, 60))):
+    for _ in range(data.draw(st.integers(0, 60))):
         for _ in range(data.draw(st.integers(0, 2))):
             engine.add(data.draw(requests(len(engine.requests))))
         alive = [i for i, r in engine.requests.items() if not r.is_finished]

@@ -37,8 +37,9 @@ def accelerate() -> Iterator[Callable[..., nn.Module]]:
     accelerated: list[nn.Module] = []
 
     def accelerate_strictly(model: nn.Module, **overrides: Any) -> nn.Module:
+        torch_paged.accelerate(model, **{"on_unsupported": "raise", **overrides})
         accelerated.append(model)
-        return torch_paged.accelerate(model, **{"on_unsupported": "raise", **overrides})
+        return model
 
     yield accelerate_strictly
     for model in accelerated:

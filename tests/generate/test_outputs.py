@@ -188,7 +188,7 @@ def test_cache_of_a_run_that_ended_early(device, accelerate) -> None:
     got = dictionary(model, ids, 24, eos_token_id=int(free[4]))
     assert got.sequences.shape[1] == 22
     assert cache_of(got).get_seq_length() == 21
-    following = torch.cat([got.sequences, prompt(6, 11, device=device)], 1)
+    following = torch.cat([got.sequences, prompt(6, 14, device=device)], 1)
     expected = reference(copied, following).sequences
     assert torch.equal(greedy(copied, following, **{CACHE_NAME: cache_of(got)}), expected)
 

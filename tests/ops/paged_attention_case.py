@@ -25,13 +25,22 @@ def dense_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Eager attention in `dtype` of the last query.shape[0] tokens; heads are repeated."""
+    """Eager attention in `dtype` of the last query.shape[0] tokens; heads are repeated.
+
+    In float32 the sums over head_dim run left to right, as a chain of multiply-adds does.
+    """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
     keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
     values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("nhd,lhd->hnl", query, keys) * scale
+    if dtype == torch.float32:
+        scores = torch.zeros(num_heads, num_queries, num_keys, device=query.device)
+        for d in range(query.shape[2]):
+            scores += query[:, None, :, d].permute(2, 0, 1) * keys[None, :, :, d].permute(2, 0, 1)
+        scores *= scale
+    else:
+        scores = torch.einsum("nhd,lhd->hnl", query, keys) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     i = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]

@@ -39,7 +39,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> Tensor:
-        return empty(*args, **kwargs).fill_(float("nan"))
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
 
     monkeypatch.setattr(torch, "empty", poisoned)
 
@@ -133,8 +134,10 @@ def test_norm_and_three_weights_match_the_oracle(
 
 
 @pytest.mark.parametrize("cast_before_gain", [True, False])
-@pytest.mark.parametrize("norm_offset", [0.0, 1.0])
-@pytest.mark.parametrize("gain_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("gain_dtype", "norm_offset"),
+    [(None, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 1.0), (torch.float32, 1.0)],
+)
 @pytest.mark.parametrize("config", [GEMV, SPLIT], ids=["gemv", "split"])
 def test_every_norm_matches_the_oracle(
     config: GemvConfig | SmallGemmConfig,
@@ -142,8 +145,6 @@ def test_every_norm_matches_the_oracle(
     norm_offset: float,
     cast_before_gain: bool,
 ) -> None:
-    if gain_dtype is None and norm_offset:
-        pytest.skip("an offset needs a gain")
     x = randn(3, 72, dtype=torch.bfloat16, scale=3.0)
     gain = None if gain_dtype is None else randn(72, dtype=gain_dtype)
     options = {"norm_offset": norm_offset, "cast_before_gain": cast_before_gain}
@@ -215,7 +216,7 @@ def test_row_strides_and_alignments_are_free(
 def test_a_large_float16_row_times_its_gain_does_not_overflow(config: SmallGemmConfig) -> None:
     x = randn(2, 64, dtype=torch.float16, scale=15000.0)
     gain = randn(64, dtype=torch.float16, scale=40.0)
-    out = check(config, x, make_weights([8], 64, x.dtype), None, gain, norm=True)
+    out = check(config, x, make_weights([8], 64, x.dtype), None, gain, norm=True, eps=1e-6)
     assert out.isfinite().all()
 
 
@@ -226,7 +227,13 @@ def test_nan_stays_in_its_row(
     x = randn(3, 64, dtype=dtype)
     x[1, 7] = float("nan")
     out = launch._launch_fused_linear(
-        x, make_weights([8], 64, dtype), [], norm=True, counters=make_counters(), config=config
+        x,
+        make_weights([8], 64, dtype),
+        [],
+        norm=True,
+        eps=1e-6,
+        counters=make_counters(),
+        config=config,
     )
     assert out.isnan().all(dim=1).tolist() == [False, True, False]
     assert out[[0, 2]].isfinite().all()
@@ -241,7 +248,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     gain = randn(160, dtype=dtype)
     rows = [
         launch._launch_fused_linear(
-            x[:n], weights, [], gain, norm=True, counters=make_counters(), config=config
+            x[:n], weights, [], gain, norm=True, eps=1e-6, counters=make_counters(), config=config
         )[0]
         for n in (1, 2, 3, 8, 20)
     ]

@@ -63,21 +63,31 @@ def _rows(kind: str, width: int, dtype: torch.dtype, num_rows: int = 3) -> torch
     return x.to(DEVICE)
 
 
-def _assert_within_one_step(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to one step of a low precision; up to four in fp32, where sums differ in order."""
-    assert got.dtype == expected.dtype and got.shape == expected.shape
-    info = torch.finfo(got.dtype)
-    steps = 4 if got.dtype == torch.float32 else 1
-    error = (got.double() - expected.double()).abs()
-    limit = steps * info.eps * expected.double().abs() + info.eps * info.smallest_normal
-    assert bool((error <= limit).all()), f"worst error {(error / limit).max():.2f} of its limit"
-
-
-def _double(x: torch.Tensor, module: torch.nn.Module, offset: float) -> torch.Tensor:
+def _exact(x: torch.Tensor, module: torch.nn.Module, offset: float) -> torch.Tensor:
     x = x.double()
-    return (
-        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (module.weight.double() + offset)
-    )
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return x * scale * (module.weight.double() + offset)
+
+
+def _assert_matches(
+    got: torch.Tensor, module: torch.nn.Module, x: torch.Tensor, offset: float
+) -> None:
+    """Each element within one step of fp64 (four in fp32); nearly all equal to Hugging Face's.
+
+    Two roundings to a low precision are one step at most. Where they fall on the other side of a
+    tie than in Hugging Face, which sums in another order, the results are equally good.
+    """
+    expected = module(x)
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    info = torch.finfo(x.dtype)
+    steps = 4 if x.dtype == torch.float32 else 1.001
+    exact = _exact(x, module, offset)
+    # Below the normal numbers a step is absolute, and the gain of at most 2 stretches it.
+    limit = steps * info.eps * (exact.abs() + 2 * info.smallest_normal)
+    error = (got.double() - exact).abs()
+    assert bool((error <= limit).all()), f"worst error {(error / limit).max():.2f} of its limit"
+    if x.dtype != torch.float32:
+        assert (got != expected).sum() <= 0.01 * got.numel()
 
 
 @pytest.fixture(autouse=True)
@@ -103,13 +113,13 @@ def test_reference_equals_hugging_face_to_the_bit(kind, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_is_within_one_step_of_hugging_face(kind, width, dtype):
+def test_kernel_matches_hugging_face(kind, width, dtype):
     module = _module(kind, width, dtype)
     _, offset, cast = KINDS[kind]
     for inputs in INPUTS:
         x = _rows(inputs, width, dtype)
         got = _launch_rms_norm(x, module.weight, EPS, offset, cast)
-        _assert_within_one_step(got, module(x))
+        _assert_matches(got, module, x, offset)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,7 +128,7 @@ def test_kernel_error_is_within_twice_that_of_hugging_face(kind, dtype):
     module = _module(kind, 4097, dtype)
     _, offset, cast = KINDS[kind]
     x = _rows("normal", 4097, dtype, num_rows=5)
-    exact = _double(x, module, offset)
+    exact = _exact(x, module, offset)
     budget = (module(x).double() - exact).abs().max()
     budget += 0.5 * torch.finfo(dtype).eps * exact.abs().max()
     got = _launch_rms_norm(x, module.weight, EPS, offset, cast)
@@ -138,7 +148,7 @@ def test_sum_is_the_one_that_hugging_face_holds(kind, width, launch, dtype):
         got, total = launch(x, residual, module.weight, EPS, offset, cast)
         expected = residual + x
         torch.testing.assert_close(total, expected, rtol=0, atol=0)
-        _assert_within_one_step(got, module(expected))
+        _assert_matches(got, module, expected, offset)
 
 
 @pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
@@ -168,9 +178,8 @@ def test_fp32_gain_promotes_as_in_hugging_face(kind, launch):
     module = _module(kind, 80, torch.float32)
     _, offset, cast = KINDS[kind]
     x = _rows("normal", 80, torch.bfloat16)
-    expected = module(x)
-    assert expected.dtype == (torch.float32 if kind == "llama" else torch.bfloat16)
-    _assert_within_one_step(launch(x, module.weight, EPS, offset, cast), expected)
+    assert module(x).dtype == (torch.float32 if kind == "llama" else torch.bfloat16)
+    _assert_matches(launch(x, module.weight, EPS, offset, cast), module, x, offset)
 
 
 @pytest.mark.parametrize("launch", [_launch_add_rms_norm, add_rms_norm_reference])
@@ -181,7 +190,7 @@ def test_bf16_row_is_added_to_an_fp32_residual_in_fp32(launch):
     got, total = launch(x, residual, module.weight, EPS, 1.0, False)
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, residual + x, rtol=0, atol=0)
-    _assert_within_one_step(got, module(residual + x))
+    _assert_matches(got, module, residual + x, 1.0)
 
 
 @pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
@@ -191,7 +200,7 @@ def test_heads_of_a_strided_projection_count_as_rows(dtype, launch):
     projection = _rows("normal", 7 * 24, dtype)
     heads = projection[:, 24 : 6 * 24].view(3, 5, 24)
     assert not heads.is_contiguous()
-    _assert_within_one_step(launch(heads, module.weight, EPS), module(heads))
+    _assert_matches(launch(heads, module.weight, EPS), module, heads, 0.0)
 
 
 @pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])

@@ -270,6 +270,20 @@ def test_kernel_is_within_one_step_of_the_reference(case, dtype):
         torch.testing.assert_close(got, want, rtol=step, atol=atol)
 
 
+def test_norm_is_rounded_before_the_rotation():
+    case = Case(num_tokens=8, norm="qwen3", head_dim=128)
+    inputs, reference = Inputs(case, torch.bfloat16), Inputs(case, torch.bfloat16)
+    wide = Inputs(case, torch.bfloat16)
+    wide.query, wide.key = wide.query.float(), wide.key.float()
+    wide.modules = [module.float() for module in wide.modules]
+    unrounded = wide.hugging_face()[0].bfloat16()
+    inputs.run(_launch_rotary_cache_write)
+    reference.run(rotary_cache_write_reference)
+    # The order of a sum may move a few results by a step; a missing rounding moves far more.
+    apart, wrong = ((x != reference.query).sum() for x in (inputs.query, unrounded))
+    assert apart * 20 < wrong
+
+
 @BOTH
 def test_padding_rows_write_nothing(launch):
     inputs = Inputs(Case(num_tokens=5), torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
         case Norm():
             return _bind_norm(instruction, decode)
         case Linear():
-            return _bind_linear(instruction, decode)
+            return _bind_linear(instruction, decode, binding)
         case Attention():
             if decode:
                 return bind_decode_attention(instruction, binding)
@@ -187,9 +187,9 @@ def _bind_norm(ins: Norm, decode: bool) -> Call:
     return added
 
 
-def _bind_linear(ins: Linear, decode: bool) -> Call:
+def _bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     if ins.norm is not None or ins.activation is not None or ins.residual is not None:
-        return _bind_fused_linear(ins)
+        return _bind_fused_linear(ins, binding)
     source, targets = ins.source, ins.targets
     calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
     for target, part in zip(targets, ins.parts, strict=True):
@@ -207,14 +207,15 @@ def _bind_linear(ins: Linear, decode: bool) -> Call:
     return call
 
 
-def _plain_linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def _plain_linear(module: Any) -> Callable[[Tensor], Tensor]:
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
     linear = nn.functional.linear
     return lambda x: linear(x, weight, bias)
 
 
-def _bind_fused_linear(ins: Linear) -> Call:
+def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
+    counters = binding.state.linear_counters
     weights = [part.ref.module.weight.detach() for part in ins.parts]
     biases = [
         None if part.ref.module.bias is None else part.ref.module.bias.detach()
@@ -242,6 +243,7 @@ def _bind_fused_linear(ins: Linear) -> Call:
             residual=None if residual is None else values[residual],
             activation=act,
             gated=gated,
+            counters=counters,
         )
         if len(targets) == 1:
             values[targets[0]] = out

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from torch_paged.ops.advance import advance
+from torch_paged.ops.fused_linear.configs import NUM_COUNTERS
 
 DEFAULT_EOS_IDS = 8
 DEFAULT_RING = 1024
+# Bytes of one slot in the report: its token, the token's log-probability, finished, failed.
+REPORT_BYTES = 8 + 4 + 1 + 1
+_NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class RowStart:
         max_new_tokens: the row finishes with this many sampled tokens.
         eos_ids: ids that finish the row.
         pad_token: emitted after the end, or -1 to go on with real tokens.
+        num_generated: tokens that it has sampled before, in an earlier run.
     """
 
     slot: int
@@ -31,6 +36,7 @@ class RowStart:
     max_new_tokens: int
     eos_ids: Sequence[int]
     pad_token: int
+    num_generated: int = 0
 
 
 class SlotState:
@@ -50,12 +56,17 @@ class SlotState:
         self.device = device
         # Made under inference_mode, they could not be written outside of it.
         with torch.inference_mode(False):
-            self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            # What the host reads after a step lies together, so that one copy takes it along.
+            self.report = torch.zeros(
+                max_num_seqs * REPORT_BYTES, dtype=torch.uint8, device=device
+            )
+            self.last_token, self.token_logprobs, self.finished, self.failed = report_parts(
+                self.report
+            )
             self.positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.num_generated = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.max_new_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.finished = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
             self.eos_ids = torch.full(
                 (max_num_seqs, num_eos_ids), -1, dtype=torch.int64, device=device
             )
@@ -66,7 +77,8 @@ class SlotState:
             self.block_table = torch.zeros(
                 (max_num_seqs, max_blocks), dtype=torch.int32, device=device
             )
-            # Zero between kernels; each attention kernel leaves it so.
+            # Both zero between kernels; each kernel that counts in them leaves them so.
+            self.linear_counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.counters = torch.zeros(
                 max_num_seqs * max_kv_heads, dtype=torch.int32, device=device
             )
@@ -83,7 +95,9 @@ class SlotState:
     @property
     def nbytes(self) -> int:
         """Bytes of all state tensors."""
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
+        tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def start_rows(self, rows: Sequence[RowStart], positions: Tensor) -> None:
         """Reset the slots of `rows` as if their last prompt token had just been fed.
@@ -101,6 +115,7 @@ class SlotState:
             [r.max_new_tokens for r in rows],
             [r.pad_token for r in rows],
             slots,
+            [r.num_generated for r in rows],
         ]
         packed = to_device(torch.tensor(ints + list(zip(*eos, strict=True))), self.device)
         index = packed[3]
@@ -108,8 +123,8 @@ class SlotState:
         self.positions[index] = positions.to(torch.int32)
         self.max_new_tokens[index] = packed[1].to(torch.int32)
         self.pad_token[index] = packed[2]
-        self.eos_ids[index] = packed[4:].T
-        self.num_generated[index] = 0
+        self.eos_ids[index] = packed[5:].T
+        self.num_generated[index] = packed[4].to(torch.int32)
         self.finished[index] = False
 
     def advance(self, tokens: Tensor, slots: Tensor) -> None:
@@ -133,6 +148,18 @@ class SlotState:
         """Set `context_lens` of `slots` [num_rows] to the tokens cached before a prefill chunk."""
         self.context_lens[slots] = num_cached.to(torch.int32)
 
+    def take_rows(self, old: SlotState) -> None:
+        """Copy the rows of a smaller state; its counters are zero and stay behind."""
+        for name, source in vars(old).items():
+            if not isinstance(source, torch.Tensor) or name in _NOT_ROWS:
+                continue
+            target = getattr(self, name)
+            if name == "output":
+                target, source = target.T, source.T
+            if source.dim() == 2:
+                target = target[:, : source.shape[1]]
+            target[: source.shape[0]].copy_(source)
+
     def widen_block_table(self, max_blocks: int) -> None:
         """Give every row of the table `max_blocks` columns; the tensor is a new one."""
         with torch.inference_mode(False):
@@ -155,6 +182,21 @@ class SlotState:
             return
         packed = to_device(torch.tensor([rows, columns, ids]), self.device)
         self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+
+def report_parts(report: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """View a report [num_slots * REPORT_BYTES] uint8 as its parts, [num_slots] each.
+
+    Tokens int64, log-probabilities float32, finished bool, failed bool.
+    """
+    size = report.shape[-1] // REPORT_BYTES
+    tokens, logprobs, finished, failed = report.split([8 * size, 4 * size, size, size], dim=-1)
+    return (
+        tokens.view(torch.int64),
+        logprobs.view(torch.float32),
+        finished.view(torch.bool),
+        failed.view(torch.bool),
+    )
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -233,10 +233,12 @@ class BatchRun:
         self.first_tokens(logits, sampler)
         self._after_launch(reports.post if watched else None, draws)
         confirmed = 0
-        while confirmed < self._launched:
+        while True:
             while self._launched < limit and self._launched - confirmed <= self._lag:
                 self.launch(sampler)
                 self._after_launch(reports.post if watched else None, draws)
+            if confirmed == self._launched:
+                break
             result = reports.wait(confirmed) if watched else StepResult(1, None)
             confirmed += 1
             if deliver is not None and result.tokens is not None:

@@ -32,9 +32,10 @@ class PrefixView(Sequence[_T]):
     def __getitem__(self, index: slice) -> list[_T]: ...
     def __getitem__(self, index: int | slice) -> _T | list[_T]:
         if isinstance(index, slice):
-            start, stop, stride = index.indices(self._length)
-            # A stop of -1 is "before the first item" here, but "the last one" to a list.
-            return self._items[start : None if stop < 0 else stop : stride]
+            span = range(self._length)[index]
+            if span.step == 1:
+                return self._items[span.start : span.stop]
+            return [self._items[i] for i in span]
         if not -self._length <= index < self._length:
             raise IndexError(f"index {index} is out of range for {self._length} items")
         return self._items[index if index >= 0 else index + self._length]

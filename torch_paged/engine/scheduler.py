@@ -23,6 +23,7 @@ from torch_paged.cache.prefix import PrefixCache
 from torch_paged.engine.decode_clock import DecodeClock
 from torch_paged.engine.prefix_reuse import PrefixReuse
 from torch_paged.engine.request import FinishReason, Request, RequestStatus
+from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.engine.step import BlockUpdate, PrefillChunk, ScheduledStep, StepDraft
 from torch_paged.engine.swap import SwapCopy, SwapSpace
 from torch_paged.engine.waiting_line import WaitingLine
@@ -42,6 +43,7 @@ class Scheduler:
 
     Args:
         allocator: the blocks of the KV pool; the scheduler need not be their only user.
+        max_num_seqs: most requests that run together.
         max_num_batched_tokens: tokens in one step, those of decoding rows included.
         max_model_len: longest sequence, prompt included.
         policy: "fcfs", or "priority": smaller `Request.priority` first. One level of priority is
@@ -52,6 +54,9 @@ class Scheduler:
         swap_space: asked before a preempted request's KV is dropped.
         make_room: asked for that many more blocks before anyone is preempted or kept waiting;
             grows the allocator and returns True, or returns False at once.
+        slots: where running requests take their slots, others may too; None: a pool of its own.
+        learn: called before the blocks of a running request are given up, to bring its
+            `output_ids` up to date with what is known.
         now: the time in seconds, for deadlines.
     """
 
@@ -71,6 +76,8 @@ class Scheduler:
         preempt: bool = True,
         swap_space: SwapSpace | None = None,
         make_room: Callable[[int], bool] | None = None,
+        slots: SlotPool | None = None,
+        learn: Callable[[Request], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in ("fcfs", "priority"):
@@ -90,13 +97,15 @@ class Scheduler:
         self._preempt = preempt
         self._swap_space = swap_space
         self._make_room = make_room
+        self._learn = learn
         self._now = now
 
         self._clock = DecodeClock(block_size)
         self._line = WaitingLine(aging_steps if policy == "priority" else 0)
         self._requests: dict[Hashable, Request] = {}  # all that have not ended
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
-        self._free_slots = list(range(max_num_seqs))  # heap
+        self._slots = SlotPool(max_num_seqs) if slots is None else slots
+        self.num_running = 0  # requests with a slot, prefilling or decoding
         # Heap of (seconds, arrival, id); an entry may outlive its request by a long time.
         self._deadlines: list[tuple[float, int, Hashable]] = []
         self._draft = StepDraft()
@@ -105,11 +114,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without a slot, the preempted ones among them."""
         return len(self._requests) - self.num_running
-
-    @property
-    def num_running(self) -> int:
-        """Requests with a slot, prefilling or decoding."""
-        return self._max_num_seqs - len(self._free_slots)
 
     @property
     def kv_blocks_used(self) -> int:
@@ -161,6 +165,10 @@ class Scheduler:
         """End a request whose tokens say so; no effect if it has ended already."""
         if request_id in self._requests:
             self._end(self._requests[request_id], reason, error)
+
+    def recompute(self, request_id: Hashable) -> None:
+        """Send a running request back in line: the KV of its last prefill is in doubt."""
+        self._preempt_request(self._requests[request_id], trusted=False)
 
     def schedule(self, *, decode: bool = True) -> ScheduledStep:
         """Return the next step, which counts as launched: launch it before the next call.
@@ -214,7 +222,7 @@ class Scheduler:
         self._allocator.check_integrity()
         problems: list[str] = []
         holders: Counter[int] = Counter()
-        slots = list(self._free_slots)
+        slots: list[int] = []
         for name, request in self._requests.items():
             places = (name in self._prefilling) + (name in self._clock.rows)
             held = (request.slot is not None, bool(request.block_ids))
@@ -227,8 +235,9 @@ class Scheduler:
                 problems.append(f"{name!r} has blocks for {spare} more tokens")
             holders.update(request.block_ids)
             slots += [] if request.slot is None else [request.slot]
-        if sorted(slots) != list(range(self._max_num_seqs)):
-            problems.append(f"slots are lost or held twice: {sorted(slots)}")
+        self._slots.check_integrity(slots)
+        if len(slots) != self.num_running:
+            problems.append(f"{self.num_running} requests run, in slots {sorted(slots)}")
         for block, count in holders.items():
             if self._allocator.refcount(block) < count:
                 problems.append(f"block {block} has more holders than owners: {count}")
@@ -264,7 +273,7 @@ class Scheduler:
 
         None in a step that preempts: it would take the blocks that the others will need.
         """
-        while self._free_slots and not (self._line.head_waits or self._draft.preempted):
+        while self._has_slot() and not (self._line.head_waits or self._draft.preempted):
             request = self._line.first()
             if request is None:
                 return
@@ -288,7 +297,8 @@ class Scheduler:
             self._end(request, "error", self._too_large(needed))
             return True
         request.status = RequestStatus.RUNNING
-        request.slot = heappop(self._free_slots)
+        request.slot = self._slots.take()
+        self.num_running += 1
         request.block_ids = found + fresh
         if request.host_block_ids:
             device_blocks = tuple(fresh[: len(request.host_block_ids)])
@@ -329,12 +339,12 @@ class Scheduler:
         request.block_ids += blocks
         self._draft.block_updates.append(BlockUpdate(request.slot, first, tuple(blocks)))
 
-    def _preempt_request(self, request: Request) -> None:
+    def _preempt_request(self, request: Request, *, trusted: bool = True) -> None:
         blocks = request.block_ids
-        self._vacate(request, trusted=True)
+        self._vacate(request, trusted=trusted)
         filled = tuple(blocks[: self._num_blocks(request.num_computed_tokens)])
         host = None
-        if self._swap_space is not None and filled:
+        if self._swap_space is not None and filled and trusted:
             host = self._swap_space.take(request, len(filled))
         if host is not None:
             request.host_block_ids = tuple(host)
@@ -361,6 +371,8 @@ class Scheduler:
         """Take its slot and blocks from a running request; others may find `trusted` ones."""
         assert request.slot is not None
         self._draft.withdraw(request)
+        if self._learn is not None:
+            self._learn(request)
         if request.decode_since >= 0:
             self._clock.stop(request)
         else:
@@ -369,7 +381,8 @@ class Scheduler:
             self._prefixes.register(request, request.num_computed_tokens)
         elif self._prefixes is not None:
             self._prefixes.forget(request)
-        heappush(self._free_slots, request.slot)
+        self._slots.give_back(request.slot)
+        self.num_running -= 1
         self._allocator.free(request.block_ids)
         request.slot, request.block_ids = None, []
 
@@ -377,6 +390,9 @@ class Scheduler:
         assert self._swap_space is not None
         self._swap_space.give_back(request.host_block_ids)
         request.host_block_ids = ()
+
+    def _has_slot(self) -> bool:
+        return self.num_running < self._max_num_seqs and self._slots.num_free > 0
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -16,6 +16,7 @@ class BlockUpdate(NamedTuple):
     """Write ``block_table[slot, first_index : first_index + len(block_ids)] = block_ids``.
 
     Index 0 begins the row of a new owner: what the last owner of the slot left there is void.
+    The updates of one step, or of one `ensure_decode_blocks`, write no entry twice.
     """
 
     slot: int
@@ -97,7 +98,7 @@ class StepDraft:
 
     def withdraw(self, request: Request) -> None:
         """A running request gives up its slot: drop what was to be reported for it."""
-        # Its blocks may be someone else's by the time that the updates are written.
+        # The slot may find a new owner before they are written, and no entry is written twice.
         self.block_updates = [u for u in self.block_updates if u.slot != request.slot]
         if self.started.pop(request.request_id, None) is None and request.decode_since >= 0:
             assert request.slot is not None

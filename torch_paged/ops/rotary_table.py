@@ -67,9 +67,8 @@ def _rotary_table_kernel(
     mask = cols < num_freqs
     if PDL:
         gdc_launch_dependents()
-    inv_freq = tl.load(inv_freq_ptr + cols, mask=mask, other=0.0)
-    if PDL:
         gdc_wait()
+    inv_freq = tl.load(inv_freq_ptr + cols, mask=mask, other=0.0)
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         live = slot >= 0

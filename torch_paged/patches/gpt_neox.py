@@ -16,7 +16,7 @@ from torch_paged.patches.llama_like import activation_of, linear, ref, rotary
 
 def _layer_norm(model: Any, name: str) -> NormSpec:
     module_ref = ref(model, name)
-    return NormSpec(module_ref, "layer", float(module_ref.module.eps))  # type: ignore[arg-type]
+    return NormSpec(module_ref, "layer", float(module_ref.module.eps))
 
 
 def read_gpt_neox(model: Any) -> DecoderSpec:

@@ -21,11 +21,16 @@ TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class GemvConfig(NamedTuple):
-    """FP32 units: `rows` x `warps` output features a program, `chunks` x 32 x 16 bytes a step."""
+    """FP32 units: `rows` x `warps` output features a program, `chunks` x 32 x 16 bytes a step.
+
+    `registers` bounds those of a thread. Without any bound the assembler aims for 48 or so and, to
+    get there, issues the loads of x one after the other.
+    """
 
     rows: int
     chunks: int
     warps: int
+    registers: int = 128
 
 
 class SmallGemmConfig(NamedTuple):
@@ -35,6 +40,7 @@ class SmallGemmConfig(NamedTuple):
     chunks: int
     warps: int
     splits: int
+    registers: int = 128
 
 
 class Problem(NamedTuple):
@@ -44,7 +50,6 @@ class Problem(NamedTuple):
     num_rows: int
     in_features: int
     gated: bool
-    norm: bool
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -96,7 +101,7 @@ def _measured(key: tuple[int, int], problem: Problem) -> GemvConfig | SmallGemmC
     )
     if entry is None:
         return None
-    return GemvConfig(*entry) if len(entry) == 3 else SmallGemmConfig(*entry)
+    return GemvConfig(*entry) if len(entry) == 4 else SmallGemmConfig(*entry)
 
 
 def size_class(size: int) -> int:
@@ -117,7 +122,7 @@ def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     rows = _power_of_two_up_to(per_warp, 2 // streams)
     steps = -(-problem.in_features // (32 * vec))
     chunks = _power_of_two_up_to(steps, 8 // (rows * streams) if problem.num_tokens < 4 else 2)
-    return GemvConfig(rows, chunks, warps)
+    return GemvConfig(rows, chunks, warps, 128 if problem.num_tokens <= 2 else 255)
 
 
 def _small_gemm_rule(key: tuple[int, int], problem: Problem) -> SmallGemmConfig:
@@ -130,4 +135,4 @@ def _small_gemm_rule(key: tuple[int, int], problem: Problem) -> SmallGemmConfig:
     # Loads in flight: 16 bytes a lane for each 8 rows and chunk.
     budget = max(8 // (rows // 8 * streams), 1) if tokens <= 16 else 2
     chunks = _power_of_two_up_to(-(-problem.in_features // (32 * warps)), budget)
-    return SmallGemmConfig(rows, chunks, warps, 1)
+    return SmallGemmConfig(rows, chunks, warps, 1, 128 if tokens <= 16 else 255)

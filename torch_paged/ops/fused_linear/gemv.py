@@ -122,7 +122,7 @@ def _gemv_kernel(
     TILE: tl.constexpr = CHUNKS * CHUNK
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     # Short sums unroll: no registers to shuffle between the turns of a loop.
-    UNROLL: tl.constexpr = TILES if TILES <= 4 else 1
+    UNROLL: tl.constexpr = TILES if TILES <= 3 else 1
 
     # The last dim spans the threads (warp, lane, element): rows follow the warp, k the rest.
     r_thread = tl.arange(0, WARPS * CHUNK)[None, None, None, :]

@@ -20,10 +20,6 @@ from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
 
-# Registers a thread at most. Without a bound the assembler aims for 48 or so and, to get there,
-# issues the loads of x one after the other.
-_MAX_REGISTERS = 128
-
 
 def _vector(x: Tensor, weights: Sequence[Tensor], in_features: int) -> int:
     """Return how many elements the kernels load at a time: what all alignments allow, <= 16 bytes.
@@ -58,7 +54,7 @@ def _launch_fused_linear(
     """Launch the kernel of `config`, or of the configuration chosen for the problem."""
     num_tokens, in_features = x.shape
     num_rows = sum(w.shape[0] for w in weights)
-    problem = Problem(num_tokens, num_rows, in_features, gated, norm)
+    problem = Problem(num_tokens, num_rows, in_features, gated)
     if config is None and x.numel() and num_rows:
         config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
     if config is None:
@@ -148,7 +144,7 @@ def _start_gemv(
         EVEN_T=num_tokens % tokens == 0,
         num_warps=config.warps,
         num_stages=1,
-        maxnreg=_MAX_REGISTERS if tokens <= 2 else 255,
+        maxnreg=config.registers,
     )
 
 
@@ -162,7 +158,7 @@ def _start_small_gemm(
     counters: Tensor | None,
 ) -> None:
     tokens = max(triton.next_power_of_2(num_tokens), 8)
-    rows, chunks, warps, splits = config
+    rows, chunks, warps, splits, registers = config
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     # Every share of in_features must have something to sum.
     step = chunks * 32 * warps
@@ -193,5 +189,5 @@ def _start_small_gemm(
         UPCAST=INTERPRETED,
         num_warps=warps,
         num_stages=1,
-        maxnreg=_MAX_REGISTERS if tokens == 8 or warps > 8 else 255,
+        maxnreg=registers,
     )

@@ -144,7 +144,7 @@ def _small_gemm_kernel(
     TILE: tl.constexpr = WARPS * CHUNKS * 32
     TILES: tl.constexpr = (K + TILE * SPLITS - 1) // (TILE * SPLITS)
     # Short sums unroll: no registers to shuffle between the turns of a loop.
-    UNROLL: tl.constexpr = TILES if TILES <= 4 else 1
+    UNROLL: tl.constexpr = TILES if TILES <= 3 else 1
 
     # The last dim spans the threads: warp, row or token within 8, element within 32.
     r_thread = tl.arange(0, WARPS * 256)[None, None, :]

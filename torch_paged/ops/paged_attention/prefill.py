@@ -51,7 +51,7 @@ def _launch_paged_prefill_attention(
     )
     num_tiles = triton.cdiv(num_tokens * group, config.block_m) + num_rows + 1
     pdl = {"launch_pdl": True} if use_pdl(query) else {}
-    prefill_attention_kernel[(num_kv_heads, num_tiles)](
+    prefill_attention_kernel[(num_tiles * num_kv_heads,)](
         query,
         k_cache,
         v_cache,

@@ -1,4 +1,4 @@
-"""The prefill kernel: flash attention over the paged cache, grid (KV heads, query tiles)."""
+"""The prefill kernel: flash attention over the paged cache, one program a tile and KV head."""
 
 from __future__ import annotations
 
@@ -146,9 +146,10 @@ def prefill_attention_kernel(
     cu_seqlens[b] * GROUP // BLOCK_M + b on: always enough of them, without knowing the lengths
     on the host. The row after the last one stands for the padding tokens behind it.
     """
-    head = tl.program_id(0)
     # Late tiles see the most keys and go first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = pid % NUM_KV_HEADS
+    tile = pid // NUM_KV_HEADS
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

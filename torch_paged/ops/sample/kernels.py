@@ -86,7 +86,7 @@ def _sample_tiles_kernel(
 
 @triton.jit
 def _key_below(score, scale, SHIFT: tl.constexpr):
-    """A key that no token with at least this score is under, rounding included."""
+    """A key below that of every token with at least this score, rounding included."""
     slack = 1e-3 + 1e-6 * tl.abs(score)
     return (order_key((score - slack) / scale) >> SHIFT).to(tl.int64) - 1
 
@@ -168,7 +168,7 @@ def _sample_rows_kernel(
 
             top = (top_key >> SHIFT).to(tl.int64)
             # Just under the key of -inf: every token is above.
-            bottom = tl.full([], -2139095042 >> SHIFT, dtype=tl.int64) - 1
+            bottom = tl.full([], -2139095041 >> SHIFT, dtype=tl.int64) - 1
             least = bottom
             first_tie = tl.full([], 0, dtype=tl.int64)
             total = tl.full([], 0.0, dtype=tl.float32)

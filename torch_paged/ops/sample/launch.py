@@ -100,6 +100,3 @@ def _launch_sample(
         **launch,
     )
     return tokens
-
-
-__all__ = ["_launch_sample"]

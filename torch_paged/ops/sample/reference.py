@@ -77,16 +77,17 @@ def sample_reference(
     """Draw one token a row; the module's docstring defines it."""
     slot = slots.clamp(min=0).long()
     logits = logits.float()
-    greedy_tokens = torch.argmax(logits, dim=1)
-    temperatures = temperature[slot].float()[:, None]
-    scores = logits * (1.0 / temperatures)
-    largest = scores.amax(dim=1, keepdim=True)
-    sampled = (temperatures > 0) & (largest.abs() < _INF)
-    # Rows without a distribution get one here; their result is dropped.
-    scores = torch.where(sampled, scores, 0.0)
-    keep = _support(scores, top_k[slot], top_p[slot], min_p[slot])
-    weights = (scores - scores.amax(dim=1, keepdim=True)).exp()
-    race = weights / exponentials(seeds[slot], counters[slot], logits.shape[1])
-    tokens = torch.argmax(race.masked_fill_(~keep, -1.0), dim=1)
-    tokens = torch.where(sampled[:, 0], tokens, greedy_tokens)
-    return tokens.masked_fill_(slots < 0, 0)
+    tokens = torch.argmax(logits, dim=1).masked_fill_(slots < 0, 0)
+    temperatures = temperature[slot].float()
+    scales = 1.0 / temperatures
+    largest = logits.amax(dim=1) * scales
+    sampled = (slots >= 0) & (temperatures > 0) & (largest.abs() < _INF)
+    rows = torch.nonzero(sampled)[:, 0]
+    if rows.numel() > 0:
+        slot = slot[rows]
+        scores = logits[rows] * scales[rows, None]
+        keep = _support(scores, top_k[slot], top_p[slot], min_p[slot])
+        weights = (scores - scores.amax(dim=1, keepdim=True)).exp()
+        race = weights / exponentials(seeds[slot], counters[slot], logits.shape[1])
+        tokens[rows] = torch.argmax(race.masked_fill_(~keep, -1.0), dim=1)
+    return tokens

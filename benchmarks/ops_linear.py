@@ -1,0 +1,387 @@
+"""fused_linear at the layers of three models, against the read ceiling and cuBLAS.
+
+    python benchmarks/ops_linear.py [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64] [--sweep]
+
+Every time is the median of CUDA graph replays. A graph runs one launch per weight over enough
+distinct weights that each comes from memory. `chain` runs a model's layers as they follow each
+other (qkv, o, gate and up, down, then the head), each reading what the one before wrote.
+`--sweep` also times the candidate configurations and writes table.py with the best ones, to $OUT
+when that is set and over the checked-in one otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.ceiling import read_tbps
+from torch_paged.ops.fused_linear import NUM_COUNTERS, fused_linear, fused_linear_reference, table
+from torch_paged.ops.fused_linear.configs import (
+    GemvConfig,
+    Problem,
+    SmallGemmConfig,
+    choose_config,
+    device_key,
+    size_class,
+    token_bucket,
+)
+from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+
+Config = GemvConfig | SmallGemmConfig
+BF16 = torch.bfloat16
+COLD_BYTES = 400 << 20
+TABLE_FILE = Path(table.__file__)
+
+
+class Layer(NamedTuple):
+    """A fused_linear call of a model."""
+
+    name: str
+    sizes: tuple[int, ...]
+    in_features: int
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.num_rows * self.in_features
+
+    def options(self, num_tokens: int) -> dict[str, Any]:
+        """Return the call's other arguments, made anew."""
+        device = torch.device("cuda")
+        width = self.num_rows // 2 if self.gated else self.num_rows
+        options: dict[str, Any] = {"counters": torch.zeros(NUM_COUNTERS, dtype=torch.int32).cuda()}
+        if self.norm:
+            gain = 1 + 0.1 * torch.randn(self.in_features, dtype=BF16, device=device)
+            options |= {"norm_weight": gain, "norm": True, "eps": 1e-5}
+        if self.gated:
+            options |= {"activation": "silu", "gated": True}
+        if self.residual:
+            options["residual"] = torch.randn(num_tokens, width, dtype=BF16, device=device)
+        return options
+
+    def weights(self, empty: bool = False) -> list[Tensor]:
+        make = [torch.empty(n, self.in_features, dtype=BF16, device="cuda") for n in self.sizes]
+        return make if empty else [w.normal_(std=self.in_features**-0.5) for w in make]
+
+
+class Model(NamedTuple):
+    num_layers: int
+    layers: tuple[Layer, ...]
+    head: Layer
+
+
+def _model(
+    num_layers: int, hidden: int, heads: tuple[int, int, int], inner: int, vocab: int
+) -> Model:
+    num_heads, num_kv_heads, dim = heads
+    q, kv = num_heads * dim, num_kv_heads * dim
+    layers = (
+        Layer("qkv", (q, kv, kv), hidden, norm=True),
+        Layer("o", (hidden,), q, residual=True),
+        Layer("gate_up", (inner, inner), hidden, norm=True, gated=True),
+        Layer("down", (hidden,), inner, residual=True),
+    )
+    return Model(num_layers, layers, Layer("head", (vocab,), hidden, norm=True))
+
+
+MODELS = {
+    "0.6b": _model(28, 1024, (16, 8, 128), 3072, 151936),
+    "1b": _model(16, 2048, (32, 8, 64), 8192, 128256),
+    "8b": _model(32, 4096, (32, 8, 128), 14336, 128256),
+}
+
+
+def graph_ms(run: Callable[[], Any], replays: int = 12) -> float:
+    """Return the median milliseconds of replaying `run` as a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for index in range(replays + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        if index >= 2:
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def call(layer: Layer, x: Tensor, weights: list[Tensor], options: dict[str, Any], config: Config):
+    named = dict(options)
+    gain = named.pop("norm_weight", None)
+    return _launch_fused_linear(x, weights, [], gain, **named, config=config)
+
+
+def check(layer: Layer, num_tokens: int, config: Config) -> None:
+    """Hold a configuration to twice the error of the rounding reference, against float64."""
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    weights = [w[:4096] for w in layer.weights()]
+    options = layer.options(num_tokens)
+    if layer.residual:
+        options["residual"] = options["residual"][:, : weights[0].shape[0]]
+    out = call(layer, x, weights, options, config)
+    assert not options.pop("counters").any()
+    low = fused_linear_reference(x, weights, [], **options)
+    options = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+    if layer.norm:
+        h = x.double()
+        h = h / (h.square().mean(-1, keepdim=True) + options.pop("eps")).sqrt()
+        x = h * options.pop("norm_weight")
+        options.pop("norm")
+    want = fused_linear_reference(x.double(), [w.double() for w in weights], [], **options)
+    budget = 2 * ((low - want).abs().max() + 2**-9 * want.abs().max())
+    error = (out - want).abs().max()
+    assert error <= budget, f"{layer.name} {config}: error {error:.3e} exceeds {budget:.3e}"
+
+
+def time_layer(
+    layer: Layer, num_tokens: int, sets: list[list[Tensor]], configs: Iterable[Config]
+) -> list[tuple[float, Config]]:
+    """Return TB/s of each configuration that fits the device, the best first."""
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    options = layer.options(num_tokens)
+    results = []
+    for config in configs:
+
+        def run(config: Config = config) -> None:
+            for weights in sets:
+                call(layer, x, weights, options, config)
+
+        try:
+            results.append((layer.nbytes * len(sets) / graph_ms(run) / 1e9, config))
+        except RuntimeError as error:  # out of registers or shared memory
+            print(f"{layer.name} {config}: {str(error)[:100]}", flush=True)
+    return sorted(results, reverse=True)
+
+
+def time_cublas(layer: Layer, num_tokens: int, sets: list[list[Tensor]]) -> float:
+    """Return TB/s of F.linear alone, over all weights of a layer as if they were one."""
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    joined = [torch.cat(weights) if len(weights) > 1 else weights[0] for weights in sets]
+    return layer.nbytes * len(sets) / graph_ms(lambda: [F.linear(x, w) for w in joined]) / 1e9
+
+
+def time_chain(model: Model, num_tokens: int, sets: dict[str, list[list[Tensor]]]) -> float:
+    """Return milliseconds of one pass over all layers of a model, attention left out."""
+    qkv, o, gate_up, down = model.layers
+    options = {layer.name: layer.options(num_tokens) for layer in (*model.layers, model.head)}
+    hidden = torch.randn(num_tokens, qkv.in_features, dtype=BF16, device="cuda")
+
+    def step(layer: Layer, index: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        weights = sets[layer.name][index % len(sets[layer.name])]
+        named = options[layer.name] | ({"residual": residual} if layer.residual else {})
+        return fused_linear(x, weights, (), named.get("norm_weight"), **_without_gain(named))
+
+    def run() -> None:
+        x = hidden
+        for index in range(model.num_layers):
+            heads = step(qkv, index, x)[:, : o.in_features]
+            x = step(o, index, heads, x)
+            x = step(down, index, step(gate_up, index, x), x)
+        step(model.head, 0, x)
+
+    return graph_ms(run, 20)
+
+
+def _without_gain(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k != "norm_weight"}
+
+
+def chain_bytes(model: Model) -> int:
+    return model.num_layers * sum(layer.nbytes for layer in model.layers) + model.head.nbytes
+
+
+def candidates(layer: Layer, num_tokens: int) -> list[Config]:
+    """Return the configurations worth timing for a layer."""
+    streams = 2 if layer.gated else 1
+    found: list[Config] = []
+    if num_tokens <= 2:
+        for warps in (4, 8):
+            for rows, chunks in ((1, 4), (1, 8), (2, 2), (2, 4), (4, 2)):
+                fits = chunks * 256 <= layer.in_features and rows * chunks * streams <= 8
+                if fits and rows * chunks * streams >= 4:
+                    found.append(GemvConfig(rows, chunks, warps))
+    tokens = max(token_bucket(num_tokens), 8)
+    for warps in (4, 8, 16):
+        for rows in (8, 16, 32):
+            for chunks in (1, 2, 4, 8):
+                loads = rows // 8 * chunks * streams
+                accumulators = rows * tokens * streams // 32
+                if not 4 <= loads <= (8 if tokens <= 16 else 6) or accumulators > 96:
+                    continue
+                if tokens // 8 * chunks > 16 or warps * chunks * 32 > 2 * layer.in_features:
+                    continue
+                registers = 128 if tokens == 8 or warps == 16 else 255
+                blocks = layer.num_rows // streams // rows
+                for splits in (1, 2, 4):
+                    if splits == 1 or (blocks <= 264 and tokens >= 16):
+                        found.append(SmallGemmConfig(rows, chunks, warps, splits, registers))
+    return found
+
+
+def _compile(jobs: Sequence[tuple[Layer, int, Config]]) -> None:
+    """Compile in a process of its own; the kernels reach the others through Triton's cache."""
+    for layer, num_tokens, config in jobs:
+        x = torch.zeros(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+        try:
+            call(layer, x, layer.weights(empty=True), layer.options(num_tokens), config)
+            torch.cuda.synchronize()
+        except RuntimeError:
+            pass  # reported when timed
+
+
+def compile_all(jobs: list[tuple[Layer, int, Config]]) -> None:
+    """Compile the kernels of all jobs on all cores."""
+    kinds = {}
+    for layer, num_tokens, config in jobs:
+        # Between 2 and 8 rows, say, only the values of arguments differ.
+        tokens = num_tokens if isinstance(config, GemvConfig) else max(token_bucket(num_tokens), 8)
+        kinds[layer, tokens, num_tokens == 1, config] = (layer, num_tokens, config)
+    unique = sorted(kinds.values(), key=lambda job: -job[1])
+    workers = min(os.cpu_count() or 1, 16, len(unique))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        list(pool.map(_compile, [unique[i::workers] for i in range(workers)]))
+
+
+def write_table(entries: dict[tuple[int, int, int, bool], tuple[int, ...]]) -> Path:
+    """Write table.py with these entries over the checked-in ones of this device."""
+    tables = dict(table.TABLE)
+    key = device_key(torch.device("cuda", 0))
+    tables[key] = tables.get(key, {}) | entries
+    head, _, _ = TABLE_FILE.read_text().partition("TABLE:")
+    lines = ["TABLE: dict[tuple[int, int], dict[tuple[int, int, int, bool], tuple[int, ...]]] = {"]
+    for device, rows in sorted(tables.items()):
+        lines.append(f"    {device}: {{")
+        lines += [f"        {problem}: {config}," for problem, config in sorted(rows.items())]
+        lines.append("    },")
+    path = Path(os.environ["OUT"]) / "table.py" if "OUT" in os.environ else TABLE_FILE
+    path.write_text(head + "\n".join([*lines, "}", ""]))
+    table.TABLE.update(tables)
+    return path
+
+
+def chosen(layer: Layer, num_tokens: int) -> Config:
+    problem = Problem(num_tokens, layer.num_rows, layer.in_features, layer.gated)
+    config = choose_config(device_key(torch.device("cuda", 0)), problem, BF16, True)
+    assert config is not None
+    return config
+
+
+def run_model(
+    name: str, token_counts: list[int], sweep: bool, ceiling: float
+) -> tuple[list[dict[str, Any]], dict[tuple[int, int, int, bool], tuple[int, ...]]]:
+    """Time the layers and the chain of a model; return rows and, from a sweep, table entries."""
+    model = MODELS[name]
+    rows, entries = [], {}
+    sets = {}
+    for layer in (*model.layers, model.head):
+        count = max(-(-COLD_BYTES // layer.nbytes), model.num_layers)
+        sets[layer.name] = [layer.weights() for _ in range(1 if layer is model.head else count)]
+        for num_tokens in token_counts:
+            tried = candidates(layer, num_tokens) if sweep else [chosen(layer, num_tokens)]
+            timed = time_layer(layer, num_tokens, sets[layer.name], tried)
+            best, config = timed[0]
+            check(layer, num_tokens, config)
+            cublas = time_cublas(layer, num_tokens, sets[layer.name])
+            classes = (size_class(layer.num_rows), size_class(layer.in_features))
+            entries[token_bucket(num_tokens), *classes, layer.gated] = tuple(config)
+            rows.append(
+                {
+                    "model": name,
+                    "layer": layer.name,
+                    "tokens": num_tokens,
+                    "tbps": best,
+                    "of_ceiling": best / ceiling,
+                    "cublas_tbps": cublas,
+                    "config": str(config),
+                    "tried": [(round(t, 3), str(c)) for t, c in timed],
+                }
+            )
+    if sweep:
+        write_table(entries)
+    for num_tokens in token_counts:
+        ms = time_chain(model, num_tokens, sets)
+        tbps = chain_bytes(model) / ms / 1e9
+        rows.append(
+            {
+                "model": name,
+                "layer": "chain",
+                "tokens": num_tokens,
+                "tbps": tbps,
+                "of_ceiling": tbps / ceiling,
+                "ms": ms,
+            }
+        )
+    return rows, entries
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="0.6b,1b,8b")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
+    parser.add_argument("--sweep", action="store_true")
+    arguments = parser.parse_args()
+    names = arguments.models.split(",")
+    token_counts = [int(n) for n in arguments.tokens.split(",")]
+    begin = time.time()
+    jobs = [
+        (layer, n, config)
+        for name in names
+        for layer in (*MODELS[name].layers, MODELS[name].head)
+        for n in token_counts
+        for config in (candidates(layer, n) if arguments.sweep else [chosen(layer, n)])
+    ]
+    compile_all(jobs)
+    print(f"{len(jobs)} configurations compiled in {time.time() - begin:.0f} s", flush=True)
+    ceiling = read_tbps()
+    rows: list[dict[str, Any]] = []
+    entries: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
+    for name in names:
+        more, found = run_model(name, token_counts, arguments.sweep, ceiling)
+        rows += more
+        entries |= found
+        torch.cuda.empty_cache()
+        print(f"{name} done at {time.time() - begin:.0f} s", flush=True)
+        print("\n".join(map(describe, more)), flush=True)
+        if arguments.sweep:
+            write_table(entries)
+        if "OUT" in os.environ:
+            result = {"device": torch.cuda.get_device_name(), "ceiling_tbps": ceiling}
+            result |= {"torch": torch.__version__, "rows": rows}
+            (Path(os.environ["OUT"]) / "ops_linear.json").write_text(json.dumps(result, indent=1))
+    print(f"read ceiling {ceiling:.2f} TB/s; TB/s (cuBLAS), % of ceiling")
+    print("\n".join(map(describe, rows)))
+
+
+def describe(row: dict[str, Any]) -> str:
+    cublas = f"({row['cublas_tbps']:.2f})" if "cublas_tbps" in row else f"{row['ms']:.4f} ms"
+    percent = f"{100 * row['of_ceiling']:.0f}%"
+    head = f"{row['model']:5}{row['layer']:8}T={row['tokens']:<3}"
+    return f"{head}{row['tbps']:5.2f} {cublas:10} {percent:5}{row.get('config', '')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Kernel times of one captured decode step: `python -m benchmarks.profile_step 0.6b 1`."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import torch_paged
+from benchmarks import shapes
+from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
+from torch_paged.engine.sampler import GreedySampler
+from torch_paged.generate.registry import find_session
+
+_PROMPT = 128
+_STEPS = 16
+
+
+def start(model: Any, batch: int, new: int) -> BatchRun:
+    """Return a run of random prompts on the accelerated model."""
+    session = find_session(model)
+    assert session is not None and session.core is not None
+    ids = torch.randint(100, 100000, (batch * _PROMPT,), device="cuda")
+    positions = torch.arange(_PROMPT, dtype=torch.int32, device="cuda")
+    prompts = PackedPrompts(
+        (_PROMPT,) * batch,
+        ids,
+        None,
+        positions.repeat(batch),
+        positions[-1:].expand(batch),
+    )
+    return BatchRun(session.core, prompts, BatchLimits(new), lag=0)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Profile replays and print kernels by total time, with the gaps between them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=shapes.NAMES)
+    parser.add_argument("batch", type=int, nargs="?", default=1)
+    args = parser.parse_args()
+    model = torch_paged.accelerate(shapes.build(args.model), on_unsupported="raise", verify=False)
+    torch_paged.explain(model)
+    sampler = GreedySampler()
+    with start(model, args.batch, 1000) as run:
+        run.first_tokens(run.prefill(), sampler)
+        for _ in range(4):
+            run.launch(sampler)
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_STEPS):
+            run.launch(sampler)
+        end.record()
+        torch.cuda.synchronize()
+        bare = begin.elapsed_time(end) / _STEPS
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+            for _ in range(_STEPS):
+                run.launch(sampler)
+            torch.cuda.synchronize()
+    totals: dict[str, list[float]] = defaultdict(list)
+    for event in prof.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            totals[event.name].append(event.device_time_total)
+    print(f"{args.model} batch {args.batch}: {bare * 1e3:.1f} us a step without the profiler")
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        per_step = sum(times) / _STEPS
+        count = len(times) / _STEPS
+        print(f"{per_step:9.2f} us/step {count:6.1f} x {per_step / count:7.2f} us  {name[:70]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What happens when the blocks run out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_paged.engine.request import Request, RequestStatus
+from torch_paged.errors import OutOfBlocks
+
+sys.path.append(str(Path(__file__).parent))
+
+from simulated_engine import HostBlocks, assert_all_as_alone, make_engine, prompt  # noqa: E402
+
+
+def test_lack_of_blocks_raises_without_preemption_and_may_be_retried() -> None:
+    engine = make_engine(4, preempt=False, reserve=0)
+    for name in "ab":
+        engine.add(Request(name, prompt(7, ord(name)), 20))
+    engine.step()
+    with pytest.raises(OutOfBlocks):
+        for _ in range(5):
+            engine.step()
+    with pytest.raises(OutOfBlocks):
+        engine.scheduler.ensure_decode_blocks(8)
+    engine.allocator.grow(32)
+    engine.write_updates(engine.scheduler.ensure_decode_blocks(8))
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert_all_as_alone(engine)
+
+
+def test_blocks_given_before_a_failure_are_withdrawn_from_a_row_that_leaves() -> None:
+    engine = make_engine(5, preempt=False, reserve=0, max_num_seqs=2)
+    for name in "ab":
+        engine.add(Request(name, prompt(8, ord(name)), 20))
+    engine.step()
+    with pytest.raises(OutOfBlocks):
+        engine.step()
+    given = engine.requests["a"].block_ids[2:]
+    assert len(given) == 1
+    engine.cancel("a")
+    engine.add(Request("c", prompt(8), 1))
+    updates = engine.step().block_updates
+    assert [(u.slot, u.first_index) for u in updates] == [(1, 2), (0, 0)]
+    engine.allocator.grow(16)
+    engine.run()
+    del engine.requests["a"]
+    assert_all_as_alone(engine)
+
+
+def test_room_is_asked_for_before_anyone_waits_or_is_preempted() -> None:
+    asked = []
+
+    def make_room(num_blocks: int) -> bool:
+        asked.append(num_blocks)
+        engine.allocator.grow(engine.allocator.num_blocks + num_blocks)
+        return True
+
+    engine = make_engine(0, make_room=make_room, reserve=0)
+    for name in "ab":
+        engine.add(Request(name, prompt(9), 8))
+    engine.step()
+    assert asked == [3, 3] and engine.scheduler.num_running == 2
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0 and engine.allocator.num_blocks == 8
+    assert_all_as_alone(engine)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preempted_requests_neither_lose_nor_double_tokens(lag: int, prefix_caching: bool) -> None:
+    lengths = (5, 9, 16, 17, 31, 40)
+    num_blocks = int(2.5 * (40 + 40) / 16)
+    engine = make_engine(
+        num_blocks,
+        block_size=16,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        prefix_caching=prefix_caching,
+        reserve=0,
+        lag=lag,
+    )
+    for length in lengths:
+        engine.add(Request(length, prompt(length, length), 40))
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert all(len(r.output_ids) == 40 for r in engine.requests.values())
+    assert_all_as_alone(engine)
+
+
+def test_last_to_arrive_is_preempted_and_comes_back_first() -> None:
+    engine = make_engine(6, reserve=0, max_num_seqs=3)
+    for name in "abc":
+        engine.add(Request(name, prompt(7, ord(name)), 12))
+    engine.add(Request("d", prompt(3), 2))
+    while not (step := engine.step()).preempted:
+        pass
+    assert [r.request_id for r in step.preempted] == ["c"]
+    preempted = step.preempted[0]
+    assert preempted.status is RequestStatus.PREEMPTED and preempted.slot is None
+    assert engine.scheduler.num_waiting == 2
+    while preempted.slot is None:
+        assert engine.requests["d"].slot is None
+        step = engine.step()
+    chunk = step.prefills[0]
+    assert chunk.request is preempted and chunk.start == 0 and chunk.length > 7
+    engine.run()
+    assert_all_as_alone(engine)
+
+
+def test_lowest_priority_is_preempted() -> None:
+    engine = make_engine(6, reserve=0, policy="priority")
+    for name, priority in (("low", 5), ("high", 0), ("mid", 1)):
+        engine.add(Request(name, prompt(7, priority), 12, priority=priority))
+    while not (step := engine.step()).preempted:
+        pass
+    assert [r.request_id for r in step.preempted] == ["low"]
+    engine.run()
+    assert_all_as_alone(engine)
+
+
+def test_nobody_is_admitted_into_the_reserve_of_running_rows() -> None:
+    engine = make_engine(4, reserve=1)
+    engine.add(Request("a", prompt(8), 4))
+    engine.add(Request("b", prompt(8, 1), 4))
+    engine.step()
+    assert engine.scheduler.num_running == 1
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert_all_as_alone(engine)
+
+
+@pytest.mark.parametrize("num_host_blocks, swapped", [(20, True), (1, False)])
+def test_swapped_request_computes_only_its_newest_token_again(
+    num_host_blocks: int, swapped: bool
+) -> None:
+    host = HostBlocks(num_host_blocks)
+    engine = make_engine(6, reserve=0, swap_space=host)
+    for name in "ab":
+        engine.add(Request(name, prompt(7, ord(name)), 14))
+    swap_ins = 0
+    while not engine.scheduler.is_idle:
+        step = engine.step()
+        swap_ins += len(step.swap_ins)
+        for copy in step.swap_ins:
+            chunk = next(c for c in step.prefills if c.request is copy.request)
+            assert chunk.length == 1 and chunk.start == copy.request.num_cached_tokens
+    assert engine.scheduler.num_preemptions > 0
+    assert (swap_ins > 0) == (host.num_taken > 0) == swapped
+    assert engine.num_computed == 14 + swap_ins if swapped else engine.num_computed > 14
+    assert len(host.free) == num_host_blocks
+    assert_all_as_alone(engine)
+
+
+def test_cancelled_swapped_request_gives_its_host_blocks_back() -> None:
+    host = HostBlocks(8)
+    engine = make_engine(6, reserve=0, swap_space=host)
+    for name in "ab":
+        engine.add(Request(name, prompt(7, ord(name)), 14))
+    while not engine.step().swap_outs:
+        pass
+    assert len(host.free) < 8
+    engine.cancel("b")
+    assert len(host.free) == 8
+    engine.run()
+    assert engine.requests["a"].output_ids == engine.expected(engine.requests["a"])
+
+
+def test_request_preempted_while_it_prefills_starts_over() -> None:
+    engine = make_engine(8, reserve=0, max_num_batched_tokens=5)
+    engine.add(Request("row", prompt(4), 20))
+    engine.step()
+    late = engine.add(Request("late", prompt(23, 1), 3))
+    while not (step := engine.step()).preempted:
+        assert late.num_output_tokens == 0
+    assert step.preempted == (late,) and late.num_computed_tokens == 0
+    engine.run()
+    assert_all_as_alone(engine)

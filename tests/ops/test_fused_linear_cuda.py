@@ -1,0 +1,117 @@
+"""fused_linear on a GPU: true shapes, graphs, and the order that dependent launch must keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_paged.ops.fused_linear import NUM_COUNTERS, fused_linear, fused_linear_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# (output features of each weight, in_features, gated) of a 0.6B and an 8B layer and of odd ones.
+SHAPES = [
+    pytest.param((2048, 1024, 1024), 1024, False, id="qkv-0.6b"),
+    pytest.param((1024,), 2048, False, id="o-0.6b"),
+    pytest.param((3072, 3072), 1024, True, id="gate_up-0.6b"),
+    pytest.param((1024,), 3072, False, id="down-0.6b"),
+    pytest.param((4096,), 14336, False, id="down-8b"),
+    pytest.param((192, 192), 576, True, id="576"),
+    pytest.param((321, 7, 100), 449, False, id="odd"),
+]
+
+
+def make_call(
+    sizes: tuple[int, ...], in_features: int, gated: bool, num_tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], dict[str, object]]:
+    device = torch.device("cuda")
+    x = torch.randn(num_tokens, in_features, device=device).to(dtype)
+    scale = in_features**-0.5
+    weights = [(scale * torch.randn(n, in_features, device=device)).to(dtype) for n in sizes]
+    width = sizes[0] if gated else sum(sizes)
+    options: dict[str, object] = {
+        "norm_weight": torch.randn(in_features, device=device).to(dtype),
+        "norm": True,
+        "eps": 1e-6,
+        "residual": torch.randn(num_tokens, width, device=device).to(dtype),
+        "activation": "silu" if gated else "",
+        "gated": gated,
+    }
+    return x, weights, options
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "in_features", "gated"), SHAPES)
+def test_true_shapes_match_float64(
+    sizes: tuple[int, ...], in_features: int, gated: bool, dtype: torch.dtype, num_tokens: int
+) -> None:
+    x, weights, options = make_call(sizes, in_features, gated, num_tokens, dtype)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+    out = fused_linear(x, weights, **options, counters=counters)
+    assert not counters.any()
+    low = fused_linear_reference(x, weights, [], **options)
+    h = x.double()
+    h = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * options["norm_weight"].double()
+    want = fused_linear_reference(
+        h,
+        [w.double() for w in weights],
+        [],
+        residual=options["residual"].double(),
+        activation=options["activation"],
+        gated=gated,
+    )
+    scale = want.abs().max()
+    error = (out - want).abs().max()
+    assert error <= 2 * ((low - want).abs().max() + torch.finfo(dtype).eps / 2 * scale)
+    if dtype == torch.float32:
+        assert error <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 64])
+@pytest.mark.parametrize(("sizes", "in_features", "gated"), SHAPES)
+def test_replay_equals_eager_to_the_bit(
+    sizes: tuple[int, ...], in_features: int, gated: bool, num_tokens: int
+) -> None:
+    x, weights, options = make_call(sizes, in_features, gated, num_tokens, torch.bfloat16)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+    fused_linear(x, weights, **options, counters=counters)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused_linear(x, weights, **options, counters=counters)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, fused_linear(x, weights, **options, counters=counters))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 64])
+@pytest.mark.parametrize("width", [256, 1024, 4096])
+def test_a_captured_chain_keeps_its_order(width: int, num_tokens: int) -> None:
+    """Launches overlap their predecessors; what they read must still be finished."""
+    weights = [
+        (width**-0.5 * torch.randn(width, width, device="cuda")).bfloat16() for _ in range(8)
+    ]
+    start = torch.randn(num_tokens, width, device="cuda").bfloat16()
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+
+    def chain(synchronize: bool) -> Tensor:
+        x = start
+        for index in range(48):
+            residual = x if index % 2 else None
+            weight = weights[index % 8 : index % 8 + 1]
+            x = fused_linear(x, weight, norm=True, eps=1e-6, residual=residual, counters=counters)
+            if synchronize:
+                torch.cuda.synchronize()
+        return x
+
+    want = chain(synchronize=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(synchronize=False)
+    for _ in range(10):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
