@@ -228,10 +228,15 @@ class PrefillCase:
 
 
 def _decode_variants() -> list[DecodeConfig]:
-    """Configurations that differ in what is compiled: (tile bytes, warps, stages)."""
-    tiles = [(16384, 4, 2), (16384, 4, 3), (16384, 4, 4), (16384, 8, 3), (8192, 4, 4)]
-    tiles += [(32768, 4, 2), (32768, 8, 2), (32768, 8, 3), (65536, 8, 2)]
-    return [DecodeConfig(tile_bytes=t, num_warps=w, num_stages=s) for t, w, s in tiles]
+    """Configurations that differ in what is compiled: (tile bytes, warps, stages, prefetch)."""
+    tiles = [(16384, 4, 2, 0), (16384, 4, 3, 0), (16384, 4, 4, 0), (16384, 8, 3, 0)]
+    tiles += [(8192, 4, 4, 0), (32768, 4, 2, 0), (32768, 8, 2, 0), (32768, 8, 3, 0)]
+    tiles += [(65536, 8, 2, 0), (16384, 4, 3, 256), (32768, 8, 2, 256), (32768, 8, 3, 256)]
+    tiles += [(65536, 8, 2, 256)]
+    return [
+        DecodeConfig(tile_bytes=t, num_warps=w, num_stages=s, prefetch_tokens=p)
+        for t, w, s, p in tiles
+    ]
 
 
 def _split_variants(config: DecodeConfig, tokens: int) -> list[DecodeConfig]:
@@ -279,6 +284,16 @@ def _compile_all(with_variants: bool) -> None:
                 print(f"{job} does not run: {future.exception()}")
 
 
+def _try(case: DecodeCase | PrefillCase, config: Any) -> float:
+    """Return microseconds, infinite where the configuration does not run or is wrong."""
+    try:
+        error = case.check(config)
+        return case.time(config)[0] if error < 1e-2 else math.inf
+    except Exception as exception:
+        print(f"{config}: {exception!r:.200}")
+        return math.inf
+
+
 def sweep() -> list[dict[str, Any]]:
     """Time variants of both kernels and print the best of each case."""
     rows: list[dict[str, Any]] = []
@@ -290,6 +305,11 @@ def sweep() -> list[dict[str, Any]]:
         shown = " | ".join(f"{us:.2f} {dataclasses.astuple(config)}" for config, us in timed[:7])
         print(f"{case}: {shown} ... {timed[-1][1]:.2f}", flush=True)
 
+    for heads in SHAPES:
+        for num_tokens in PREFILL_TOKENS:
+            prompt = PrefillCase(heads, num_tokens)
+            timed = [(config, _try(prompt, config)) for config in _prefill_variants()]
+            report(f"prefill {heads} {num_tokens}", timed)
     for batch, tokens in ((1, 200), (1, 2048), (1, 32768), (32, 200), (32, 2048), (8, 2048)):
         for heads in SHAPES:
             case = DecodeCase(heads, batch, tokens)
@@ -298,15 +318,8 @@ def sweep() -> list[dict[str, Any]]:
                 configs += _split_variants(DecodeConfig(), tokens)
                 large = DecodeConfig(tile_bytes=32768, num_warps=8)
                 configs += _split_variants(large, tokens)
-            report(
-                f"decode {heads} b{batch} ctx {tokens}", [(c, case.time(c)[0]) for c in configs]
-            )
+            report(f"decode {heads} b{batch} ctx {tokens}", [(c, _try(case, c)) for c in configs])
             del case
-    for heads in SHAPES:
-        for num_tokens in PREFILL_TOKENS:
-            prompt = PrefillCase(heads, num_tokens)
-            timed = [(config, prompt.time(config)[0]) for config in _prefill_variants()]
-            report(f"prefill {heads} {num_tokens}", timed)
     return rows
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 Config = GemvConfig | SmallGemmConfig
 BF16 = torch.bfloat16
 COLD_BYTES = 400 << 20
+KIND_NAMES = {GemvConfig: "gemv", SmallGemmConfig: "small_gemm"}
 TABLE_FILE = Path(table.__file__)
 
 
@@ -49,7 +51,7 @@ class Layer(NamedTuple):
     """A fused_linear call of a model."""
 
     name: str
-    sizes: tuple[int, ...]
+    sizes: tuple[str | int, ...]
     in_features: int
     norm: bool = False
     gated: bool = False
@@ -171,7 +173,7 @@ def time_layer(
 
         try:
             results.append((layer.nbytes * len(sets) / graph_ms(run) / 1e9, config))
-        except RuntimeError as error:  # out of registers or shared memory
+        except Exception as error:  # e.g. out of registers or shared memory
             print(f"{layer.name} {config}: {str(error)[:100]}", flush=True)
     return sorted(results, reverse=True)
 
@@ -216,27 +218,41 @@ def chain_bytes(model: Model) -> int:
 def candidates(layer: Layer, num_tokens: int) -> list[Config]:
     """Return the configurations worth timing for a layer."""
     streams = 2 if layer.gated else 1
-    found: list[Config] = []
     if num_tokens <= 2:
-        for warps in (4, 8):
-            for rows, chunks in ((1, 4), (1, 8), (2, 2), (2, 4), (4, 2)):
-                fits = chunks * 256 <= layer.in_features and rows * chunks * streams <= 8
-                if fits and rows * chunks * streams >= 4:
-                    found.append(GemvConfig(rows, chunks, warps))
+        gemv = _gemv_candidates(layer, streams)
+    else:
+        gemv = []
+    return gemv + (_small_gemm_candidates(layer, num_tokens, streams) if num_tokens > 1 else [])
+
+
+def _gemv_candidates(layer: Layer, streams: int) -> list[Config]:
+    found: list[Config] = []
+    for warps, rows, chunks in itertools.product((4, 8), (1, 2, 4), (1, 2, 4, 8)):
+        loads = rows * chunks * streams
+        for k_warps in (1, 2, 4, 8):
+            tiles = -(-layer.in_features // (k_warps * chunks * 256))
+            waste = tiles * k_warps * chunks * 256 / layer.in_features
+            if k_warps <= warps and 2 <= loads <= 8 and waste < 1.4 and chunks <= 4 * tiles:
+                if rows * warps // k_warps * streams <= 16:
+                    found.append(GemvConfig(rows, chunks, warps, k_warps, 64 if loads < 8 else 80))
+    return found
+
+
+def _small_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
     tokens = max(token_bucket(num_tokens), 8)
-    for warps in (4, 8, 16):
-        for rows in (8, 16, 32):
-            for chunks in (1, 2, 4, 8):
-                loads = rows // 8 * chunks * streams
-                accumulators = rows * tokens * streams // 32
-                if not 4 <= loads <= (8 if tokens <= 16 else 6) or accumulators > 96:
-                    continue
-                if tokens // 8 * chunks > 16 or warps * chunks * 32 > 2 * layer.in_features:
-                    continue
-                registers = 128 if tokens == 8 or warps == 16 else 255
-                blocks = layer.num_rows // streams // rows
-                for splits in (1, 2, 4):
-                    if splits == 1 or (blocks <= 264 and tokens >= 16):
+    for warps, rows, chunks in itertools.product((2, 4, 8), (8, 16, 32), (1, 2, 4, 8)):
+        loads = rows // 8 * chunks * streams
+        accumulators = rows * tokens * streams // 32
+        if not 2 <= loads <= (8 if tokens <= 16 else 6) or accumulators > 96:
+            continue
+        if tokens // 8 * chunks > 16 or warps * chunks * 32 > 1.4 * layer.in_features:
+            continue
+        blocks = layer.num_rows // streams // rows
+        for splits in (1, 2, 4):
+            if splits == 1 or (blocks <= 264 and tokens >= 16):
+                for registers in (64, 96) if tokens == 8 else (128,) if tokens < 32 else (255,):
+                    if registers > 64 or loads < 8:
                         found.append(SmallGemmConfig(rows, chunks, warps, splits, registers))
     return found
 
@@ -248,7 +264,7 @@ def _compile(jobs: Sequence[tuple[Layer, int, Config]]) -> None:
         try:
             call(layer, x, layer.weights(empty=True), layer.options(num_tokens), config)
             torch.cuda.synchronize()
-        except RuntimeError:
+        except Exception:
             pass  # reported when timed
 
 
@@ -266,19 +282,19 @@ def compile_all(jobs: list[tuple[Layer, int, Config]]) -> None:
         list(pool.map(_compile, [unique[i::workers] for i in range(workers)]))
 
 
-def write_table(entries: dict[tuple[int, int, int, bool], tuple[int, ...]]) -> Path:
+def write_table(entries: dict[table.Shape, table.Entry]) -> Path:
     """Write table.py with these entries over the checked-in ones of this device."""
     tables = dict(table.TABLE)
     key = device_key(torch.device("cuda", 0))
     tables[key] = tables.get(key, {}) | entries
     head, _, _ = TABLE_FILE.read_text().partition("TABLE:")
-    lines = ["TABLE: dict[tuple[int, int], dict[tuple[int, int, int, bool], tuple[int, ...]]] = {"]
+    lines = ["TABLE: dict[tuple[int, int], dict[Shape, Entry]] = {"]
     for device, rows in sorted(tables.items()):
         lines.append(f"    {device}: {{")
         lines += [f"        {problem}: {config}," for problem, config in sorted(rows.items())]
         lines.append("    },")
     path = Path(os.environ["OUT"]) / "table.py" if "OUT" in os.environ else TABLE_FILE
-    path.write_text(head + "\n".join([*lines, "}", ""]))
+    path.write_text(head + "\n".join([*lines, "}", ""]).replace("'", '"'))
     table.TABLE.update(tables)
     return path
 
@@ -292,7 +308,7 @@ def chosen(layer: Layer, num_tokens: int) -> Config:
 
 def run_model(
     name: str, token_counts: list[int], sweep: bool, ceiling: float
-) -> tuple[list[dict[str, Any]], dict[tuple[int, int, int, bool], tuple[int, ...]]]:
+) -> tuple[list[dict[str, Any]], dict[table.Shape, table.Entry]]:
     """Time the layers and the chain of a model; return rows and, from a sweep, table entries."""
     model = MODELS[name]
     rows, entries = [], {}
@@ -306,8 +322,9 @@ def run_model(
             best, config = timed[0]
             check(layer, num_tokens, config)
             cublas = time_cublas(layer, num_tokens, sets[layer.name])
-            classes = (size_class(layer.num_rows), size_class(layer.in_features))
-            entries[token_bucket(num_tokens), *classes, layer.gated] = tuple(config)
+            n_class, k_class = size_class(layer.num_rows), size_class(layer.in_features)
+            shape = (token_bucket(num_tokens), n_class, k_class, layer.gated)
+            entries[shape] = (KIND_NAMES[type(config)], *config)
             rows.append(
                 {
                     "model": name,
@@ -358,7 +375,7 @@ def main() -> None:
     print(f"{len(jobs)} configurations compiled in {time.time() - begin:.0f} s", flush=True)
     ceiling = read_tbps()
     rows: list[dict[str, Any]] = []
-    entries: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
+    entries: dict[table.Shape, table.Entry] = {}
     for name in names:
         more, found = run_model(name, token_counts, arguments.sweep, ceiling)
         rows += more

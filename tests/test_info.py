@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch_paged
 from torch_paged import environment
 from torch_paged.__main__ import main
 from torch_paged.ops.triton_compat import HAS_TRITON
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_info_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +93,7 @@ def test_listing_agrees_with_the_ops_on_triton() -> None:
 def test_module_runs_as_a_program() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch_paged", "--version"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

@@ -4,13 +4,17 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from torch_paged.log import logger, warn_once
 
+ROOT = Path(__file__).resolve().parents[1]
+# The file alone: importing the package around it would load torch in each process.
 SCRIPT = """
-from torch_paged.log import logger
+import runpy
+logger = runpy.run_path("torch_paged/log.py")["logger"]
 for level in ("debug", "info", "warning", "error"):
     getattr(logger, level)("this is %s", level)
 """
@@ -23,6 +27,7 @@ def logged(level: str | None) -> list[str]:
         environment["TORCH_PAGED_LOG"] = level
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_paged._version import __version__
 from torch_paged.config import Config
+from torch_paged.engine.output import RequestOutput
 from torch_paged.generate.accelerate import (
     accelerate,
     accelerated,
@@ -14,12 +15,15 @@ from torch_paged.generate.accelerate import (
     stats,
     weights_changed,
 )
+from torch_paged.generate.serving import Engine
 from torch_paged.report import CallReport, Report, Stats
 
 __all__ = [
     "CallReport",
     "Config",
+    "Engine",
     "Report",
+    "RequestOutput",
     "Stats",
     "__version__",
     "accelerate",

@@ -152,7 +152,7 @@ def test_end_token_learnt_late_ends_the_row(lag: int) -> None:
     engine.run()
     assert engine.reasons["b"] == "stop"
     assert request.output_ids == reference.output_ids[:6]
-    assert engine.scheduler.num_output_tokens(request) == 6 + lag
+    assert request.num_output_tokens == 6 + lag
 
 
 def test_finish_after_the_end_has_no_effect() -> None:

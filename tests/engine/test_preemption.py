@@ -169,13 +169,19 @@ def test_cancelled_swapped_request_gives_its_host_blocks_back() -> None:
     assert engine.requests["a"].output_ids == engine.expected(engine.requests["a"])
 
 
-def test_request_preempted_while_it_prefills_starts_over() -> None:
-    engine = make_engine(8, reserve=0, max_num_batched_tokens=5)
+@pytest.mark.parametrize("num_host_blocks", [0, 8], ids=["recomputed", "swapped"])
+def test_request_preempted_while_it_prefills_keeps_what_was_swapped(num_host_blocks: int) -> None:
+    host = HostBlocks(num_host_blocks)
+    engine = make_engine(8, reserve=0, max_num_batched_tokens=4, swap_space=host)
     engine.add(Request("row", prompt(4), 20))
     engine.step()
     late = engine.add(Request("late", prompt(23, 1), 3))
+    computed = 0
     while not (step := engine.step()).preempted:
-        assert late.num_output_tokens == 0
-    assert step.preempted == (late,) and late.num_computed_tokens == 0
+        computed = late.num_computed_tokens
+    assert step.preempted == (late,) and 0 < computed < 20
+    assert late.num_computed_tokens == (computed if num_host_blocks else 0)
+    assert host.num_taken == (-(-computed // 4) if num_host_blocks else 0)
     engine.run()
+    assert late.num_output_tokens == 3
     assert_all_as_alone(engine)

@@ -163,9 +163,7 @@ def test_maximum_length(device, accelerate) -> None:
     both = model.generate(ids, max_length=12, max_new_tokens=4, **limits)
     assert torch.equal(both, expected[:, :14])
     # Without a limit Hugging Face's default of 20 new tokens or of length 20 holds.
-    assert torch.equal(
-        model.generate(ids, **limits), copy.deepcopy(model).generate(ids, **limits)
-    )
+    assert torch.equal(model.generate(ids, **limits), copy.deepcopy(model).generate(ids, **limits))
 
 
 def test_embeddings_as_input(device, accelerate) -> None:

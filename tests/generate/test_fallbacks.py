@@ -177,7 +177,9 @@ class TestCachePassedIn:
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(ids[:, :-1], **{CACHE_NAME: cache})
-        got = greedy(model, ids[:, -1:], attention_mask=torch.ones_like(ids), **{CACHE_NAME: cache})
+        got = greedy(
+            model, ids[:, -1:], attention_mask=torch.ones_like(ids), **{CACHE_NAME: cache}
+        )
         assert torch.equal(got[:, 1:], reference(untouched, ids).sequences[:, 13:])
 
     def test_the_callers_cache_grows_as_before(self, case, relaxed) -> None:

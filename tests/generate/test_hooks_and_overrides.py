@@ -117,8 +117,16 @@ def test_global_forward_hook(model, device, accelerate) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["", "model", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp",
-              "model.norm", "lm_head"]
+    "place",
+    [
+        "",
+        "model",
+        "model.layers.1",
+        "model.layers.1.self_attn",
+        "model.layers.1.mlp",
+        "model.norm",
+        "lm_head",
+    ],
 )
 def test_forward_replaced_on_the_instance(place, model, device, accelerate) -> None:
     ids = prompt(17, 17, device=device)

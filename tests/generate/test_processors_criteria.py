@@ -169,9 +169,7 @@ def test_unknown_processor_sees_the_padded_ids_and_raw_scores(lag, device, accel
     theirs, ours = Recorder(), Recorder()
     expected = reference(model, ids, 20, attention_mask=mask, logits_processor=[theirs])
     accelerate(model, lag=lag)
-    got = greedy(
-        model, ids, 20, attention_mask=mask, logits_processor=LogitsProcessorList([ours])
-    )
+    got = greedy(model, ids, 20, attention_mask=mask, logits_processor=LogitsProcessorList([ours]))
     assert torch.equal(got, expected.sequences)
     assert [tuple(i.shape) for i in ours.ids] == [(2, 40 + step) for step in range(20)]
     for mine, wanted in zip(ours.ids, theirs.ids, strict=True):
@@ -208,9 +206,7 @@ def test_unknown_criteria(criterion, lag, device, accelerate) -> None:
     theirs, ours = criterion(), criterion()
     expected = seeded(copy.deepcopy(model), 6, ids, stopping_criteria=[theirs], **options)
     accelerate(model, lag=lag)
-    got = seeded(
-        model, 6, ids, stopping_criteria=StoppingCriteriaList([ours]), **options
-    )
+    got = seeded(model, 6, ids, stopping_criteria=StoppingCriteriaList([ours]), **options)
     assert torch.equal(got.result, expected.result)
     for state, wanted in zip(got.states, expected.states, strict=True):
         assert torch.equal(state, wanted)
@@ -255,7 +251,9 @@ def test_exception_leaves_the_model_usable(step, where, device, accelerate) -> N
         calls.append(1)
         if len(calls) == step:
             raise ZeroDivisionError("in a callback")
-        ended = torch.zeros(1, dtype=torch.bool, device=scores.device if scores is not None else device)
+        ended = torch.zeros(
+            1, dtype=torch.bool, device=scores.device if scores is not None else device
+        )
         return scores if where == "processor" else ended
 
     kind = LogitsProcessor if where == "processor" else StoppingCriteria

@@ -71,9 +71,7 @@ def test_batch_is_streamed_as_before(num_tokens, lag, device, accelerate) -> Non
     model = tiny(LlamaConfig, 3, device)
     ids, mask = padded_prompts((3, 17), device)
     expected, got = Recorder(), Recorder()
-    tokens = greedy(
-        copy.deepcopy(model), ids, num_tokens, attention_mask=mask, streamer=expected
-    )
+    tokens = greedy(copy.deepcopy(model), ids, num_tokens, attention_mask=mask, streamer=expected)
     assert len(expected.puts) == num_tokens + 1
     accelerate(model, lag=lag)
     output = greedy(model, ids, num_tokens, attention_mask=mask, streamer=got)

@@ -33,7 +33,7 @@ _ODD = {"EVEN_K": False, "EVEN_N": False, "VEC": 1}
 
 def _gemv(
     label: str,
-    config: tuple[int, int, int],
+    config: tuple[int, int, int, int, int],
     in_features: int,
     num_tokens: int = 1,
     *,
@@ -41,7 +41,7 @@ def _gemv(
     hot: bool = True,
     **constants: object,
 ) -> Target:
-    rows, chunks, warps = config
+    rows, chunks, warps, k_warps, registers = config
     return Target(
         "fused_linear.gemv:_gemv_kernel",
         label=label,
@@ -53,13 +53,14 @@ def _gemv(
             "ROWS": rows,
             "CHUNKS": chunks,
             "WARPS": warps,
+            "K_WARPS": k_warps,
             "VEC": 4 if fp32 else 8,
             "EVEN_T": True,
             **constants,
         },
         num_warps=warps,
         num_stages=1,
-        options={"maxnreg": 128 if num_tokens <= 2 else 255},
+        options={"maxnreg": registers},
         hot=hot,
         aligned="VEC" not in constants,
     )

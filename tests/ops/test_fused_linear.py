@@ -19,7 +19,7 @@ from torch_paged.ops.glu import ACTIVATIONS, activation_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-GEMV = GemvConfig(rows=2, chunks=1, warps=2)
+GEMV = GemvConfig(rows=2, chunks=1, warps=4, k_warps=2)
 SMALL_GEMM = SmallGemmConfig(rows=16, chunks=1, warps=2, splits=1)
 SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
 

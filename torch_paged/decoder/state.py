@@ -13,8 +13,8 @@ from torch_paged.ops.fused_linear.configs import NUM_COUNTERS
 
 DEFAULT_EOS_IDS = 8
 DEFAULT_RING = 1024
-# Bytes of one slot in the report: its token, the token's log-probability, finished, failed.
-REPORT_BYTES = 8 + 4 + 1 + 1
+# Of one slot: its token, the token's log-probability, finished, failed.
+_REPORT_BYTES = 8 + 4 + 1 + 1
 _NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished")
 
 
@@ -58,7 +58,7 @@ class SlotState:
         with torch.inference_mode(False):
             # What the host reads after a step lies together, so that one copy takes it along.
             self.report = torch.zeros(
-                max_num_seqs * REPORT_BYTES, dtype=torch.uint8, device=device
+                report_bytes(max_num_seqs), dtype=torch.uint8, device=device
             )
             self.last_token, self.token_logprobs, self.finished, self.failed = report_parts(
                 self.report
@@ -184,13 +184,21 @@ class SlotState:
         self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
 
+def report_bytes(num_slots: int) -> int:
+    """Return the size of a report: a multiple of 8, so that reports may lie in rows."""
+    return -(-num_slots * _REPORT_BYTES // 8) * 8
+
+
 def report_parts(report: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """View a report [num_slots * REPORT_BYTES] uint8 as its parts, [num_slots] each.
+    """View reports [..., report_bytes] uint8 as their parts, [..., num_slots] each.
 
     Tokens int64, log-probabilities float32, finished bool, failed bool.
     """
-    size = report.shape[-1] // REPORT_BYTES
-    tokens, logprobs, finished, failed = report.split([8 * size, 4 * size, size, size], dim=-1)
+    size = report.shape[-1] // _REPORT_BYTES
+    ends = (0, 8 * size, 12 * size, 13 * size, 14 * size)
+    tokens, logprobs, finished, failed = (
+        report[..., start:end] for start, end in zip(ends, ends[1:], strict=False)
+    )
     return (
         tokens.view(torch.int64),
         logprobs.view(torch.float32),

@@ -100,6 +100,10 @@ class DecoderStep:
         """Data pointers of the parameters as of the last `refresh`."""
         return self._key
 
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the parameters and buffers that a step reads."""
+        return self.watch.tensors()
+
     def plan(self, mode: Mode, num_rows: int) -> Plan:
         """Return the plan that serves `num_rows` rows in `mode`."""
         return fuse(lower(self.spec, mode), FusionProfile(self._fuses(mode, num_rows)))

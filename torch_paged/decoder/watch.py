@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_paged.decoder.slots import hook_dicts
 from torch_paged.decoder.spec import DecoderSpec, ModuleRef
@@ -67,6 +67,11 @@ class ModuleWatch:
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
         return self._structure() != self._seen_structure
+
+    def tensors(self) -> list[Tensor]:
+        """Return the watched parameters and buffers, as they are now."""
+        found = (store.get(name) for store, name in self._tensors)
+        return [tensor for tensor in found if tensor is not None]
 
     def storage_key(self) -> tuple[object, ...]:
         """Return data pointers, dtypes and shapes of all tensors: equal keys may share a graph."""

@@ -80,6 +80,7 @@ class BatchRun:
             reserve=0,
             preempt=False,
             make_room=core.make_room,
+            slots=core.slots,
         )
         self._launched = 0
         self._blocks_until = 0

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.pool import KVPool
+from torch_paged.cache.prefix import PrefixCache
 from torch_paged.config import Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
+from torch_paged.engine.sampling_state import SamplingState
+from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache, GraphPool
 
@@ -60,6 +63,9 @@ class EngineCore:
         self._graphs: GraphCache[Tensor | None] | None = None
         self._runner: Runner | None = None
         self._allocator: BlockAllocator | None = None
+        self._prefixes: PrefixCache | None = None
+        self._sampling: SamplingState | None = None
+        self._slots = SlotPool(0)
         self._moves_in_a_row = 0
 
     @property
@@ -76,6 +82,37 @@ class EngineCore:
     def allocator(self) -> BlockAllocator:
         assert self._allocator is not None, "prepare() comes first"
         return self._allocator
+
+    @property
+    def slots(self) -> SlotPool:
+        """The slots of the state; whoever runs rows takes them here."""
+        return self._slots
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """The index of cached prefixes over the allocator."""
+        if self._prefixes is None:
+            self._prefixes = PrefixCache(self.allocator)
+        return self._prefixes
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether a block could be found by its prefix."""
+        return self._prefixes is not None and len(self._prefixes) > 0
+
+    @property
+    def sampling(self) -> SamplingState:
+        """Sampling parameters by slot."""
+        if self._sampling is None:
+            self._sampling = SamplingState(
+                self.state.max_num_seqs, self.step.vocab_size, self.device
+            )
+        return self._sampling
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether state and pool exist: not before the first call, nor after `release`."""
+        return self._state is not None
 
     @property
     def graphs(self) -> GraphCache[Tensor | None] | None:
@@ -99,7 +136,7 @@ class EngineCore:
         """Make state and pool large enough for a batch, and notice moved weights.
 
         Args:
-            num_seqs: rows that run at the same time.
+            num_seqs: rows that run at the same time, besides those that hold slots now.
             max_tokens: longest sequence of the batch, prompt included.
             num_eos_ids: most end tokens of any row.
         """
@@ -174,6 +211,8 @@ class EngineCore:
         if self._pool is not None:
             self._pool.release()
         self._pool = self._allocator = self._state = None
+        self._prefixes = self._sampling = None
+        self._slots = SlotPool(0)
         self._runner = None
         self._bound = _UNBOUND
         self.step.unbind()
@@ -188,7 +227,8 @@ class EngineCore:
 
     def _prepare_state(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
         max_blocks = -(-max(max_tokens, self.max_model_len) // self.config.block_size)
-        num_seqs = max(num_seqs, self.config.max_num_seqs)
+        num_held = self._slots.num_slots - self._slots.num_free
+        num_seqs = max(num_held + num_seqs, self.config.max_num_seqs)
         num_eos_ids = max(num_eos_ids, DEFAULT_EOS_IDS)
         old = self._state
         if old is not None:
@@ -205,6 +245,11 @@ class EngineCore:
         self._state = SlotState(
             num_seqs, max_blocks, kv_heads, self.device, num_eos_ids=num_eos_ids
         )
+        if old is not None and num_held:
+            self._state.take_rows(old)
+        if self._sampling is not None:
+            self._sampling = self._sampling.grown(num_seqs)
+        self._slots.grow(num_seqs)
         self._bound = _UNBOUND
 
     def _bind(self) -> None:

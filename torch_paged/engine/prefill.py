@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch_paged.graphs.capture import GraphCache
 # that size should not stay in the graphs' pool.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
+# A few rows in every size of step: admissions come in ones and twos, and a graph costs a capture.
+SERVING_ROW_BUCKETS = (8,)
+
 
 class CapturedPrefill:
     """Runs a packed prefill in the next larger bucket of tokens and rows.
@@ -23,6 +26,9 @@ class CapturedPrefill:
     A bucket is captured when it is met for the second time: a shape that comes once is not worth
     a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
     stays in their own rows of the activations.
+
+    Args:
+        name: of its graphs; two objects over one cache need two names.
     """
 
     def __init__(
@@ -31,26 +37,26 @@ class CapturedPrefill:
         device: torch.device,
         graphs: GraphCache[Tensor | None],
         row_buckets: Sequence[int],
+        name: str = "prefill",
     ) -> None:
+        self._name = name
         self._step = step
         self._device = device
         self._graphs = graphs
         self._row_buckets = tuple(row_buckets)
         self._static: dict[tuple[int, int], StepInputs] = {}
+        self._sampled: dict[tuple[int, int], Tensor] = {}  # slots whose rows sample, else -1
+        self._logits: dict[tuple[int, int], Tensor] = {}  # static outputs of the graphs
         self._met: set[tuple[int, int]] = set()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Return logits [num_rows, vocab_size] of the last tokens, valid until the next launch."""
-        size = self._bucket(inputs)
-        if size is None or size not in self._met:
-            if size is not None:
-                self._met.add(size)
+        size = self._met_before(inputs)
+        if size is None:
             return self._step.prefill(inputs)
-        if size not in self._static:
-            self._static[size] = _static_inputs(*size, self._device)
         static = self._static[size]
         _load(static, inputs)
-        key = ("prefill", *size)
+        key = (self._name, *size)
         if key not in self._graphs:
             # The cache is written with the values that the replay writes again.
             self._graphs.capture(
@@ -60,7 +66,50 @@ class CapturedPrefill:
             )
         logits = self._graphs.replay(key)
         assert logits is not None
+        self._logits[size] = logits
         return logits[: inputs.slots.shape[0]]
+
+    def tail(
+        self,
+        logits: Tensor,
+        inputs: StepInputs,
+        slots: Tensor,
+        tail: Callable[[Tensor, Tensor], None],
+        tail_key: Hashable,
+    ) -> None:
+        """Run `tail(logits, slots)` behind the prefill just run, as a graph if that was one."""
+        size = self._bucket(inputs)
+        static = None if size is None else self._logits.get(size)
+        if size is None or static is None or static.data_ptr() != logits.data_ptr():
+            tail(logits, slots)
+            return
+        sampled, all_logits = self._sampled[size], static
+        key = (self._name, "tail", *size, static.data_ptr(), tail_key)
+        if key not in self._graphs:
+            # It appends tokens, so it warms up on padding rows alone.
+            sampled.fill_(-1)
+
+            def whole_tail() -> None:
+                tail(all_logits, sampled)
+
+            self._graphs.capture(key, whole_tail, warmup=whole_tail)
+        _put(sampled, slots, -1)
+        self._graphs.replay(key)
+
+    def _met_before(self, inputs: StepInputs) -> tuple[int, int] | None:
+        """Return the bucket of the inputs, with static inputs, from its second time on."""
+        size = self._bucket(inputs)
+        if size is None or size not in self._met:
+            if size is not None:
+                self._met.add(size)
+            return None
+        if size not in self._static:
+            self._static[size] = _static_inputs(*size, self._device)
+            with torch.inference_mode(False):
+                self._sampled[size] = torch.full(
+                    (size[1],), -1, dtype=torch.int32, device=self._device
+                )
+        return size
 
     def _bucket(self, inputs: StepInputs) -> tuple[int, int] | None:
         if inputs.ids is None:

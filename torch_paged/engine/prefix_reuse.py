@@ -8,9 +8,14 @@ from torch_paged.engine.request import Request
 
 
 class PrefixReuse:
-    """Find and register the full blocks of requests. A prompt without ids takes no part."""
+    """Find and register the full blocks of requests.
 
-    def __init__(self, cache: PrefixCache, allocator: BlockAllocator, block_size: int) -> None:
+    Without a cache nothing is found; a prompt whose ids are not known takes no part.
+    """
+
+    def __init__(
+        self, cache: PrefixCache | None, allocator: BlockAllocator, block_size: int
+    ) -> None:
         self._cache = cache
         self._allocator = allocator
         self._block_size = block_size
@@ -20,6 +25,8 @@ class PrefixReuse:
 
         They never cover all of its tokens: the last one is left, to be run for its logits.
         """
+        if self._cache is None:
+            return []
         keys = self._keys(request, (request.num_tokens - 1) // self._block_size)
         blocks = self._cache.lookup(keys)
         self._allocator.fork(blocks)
@@ -30,6 +37,8 @@ class PrefixReuse:
 
         Output counts as far as its tokens are known. Blocks before token `since` are registered.
         """
+        if self._cache is None:
+            return
         first = since // self._block_size
         keys = self._keys(request, num_computed_tokens // self._block_size)
         self._cache.insert(keys[first:], request.block_ids[first : len(keys)])

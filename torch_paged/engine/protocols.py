@@ -25,6 +25,11 @@ class StepModel(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
     def storage_key(self) -> tuple[object, ...]:
         """Equal for two runs that may share a captured graph."""
         ...
@@ -39,6 +44,10 @@ class StepModel(Protocol):
 
     def refresh(self) -> bool:
         """Notice parameters that moved since the last run; say whether any did."""
+        ...
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the parameters and buffers that a step reads."""
         ...
 
     def prefill(self, inputs: StepInputs) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import SlotState
-from torch_paged.engine.prefill import CapturedPrefill
+from torch_paged.engine.prefill import SERVING_ROW_BUCKETS, CapturedPrefill
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
 from torch_paged.graphs.buckets import pick_bucket, split_batch
@@ -40,8 +40,35 @@ class Runner(Protocol):
         """Run one whole step of `rows`: forward, sample, advance."""
         ...
 
+    def serve(self, rows: Rows, tail: Tail) -> None:
+        """Run one whole step of `rows`, whose tail treats each row for itself."""
+        ...
+
+    def serve_prefill(
+        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
+    ) -> None:
+        """Run packed prompts, then the tail for `slots` [num_rows] int32, -1 to leave one out.
+
+        `before_tail` is called between the two.
+        """
+        ...
+
     def logits(self, rows: Rows) -> Tensor:
         """Run the forward of one step; logits [num_rows, vocab_size], valid until the next."""
+        ...
+
+
+class Tail(Protocol):
+    """What follows the logits of a step: choose, record and append each row's token.
+
+    Attributes:
+        key: equal for tails that may share a captured graph.
+    """
+
+    key: Hashable
+
+    def __call__(self, logits: Tensor, slots: Tensor) -> None:
+        """Treat logits [num_rows, vocab_size] of `slots` [num_rows] int32, -1 for padding."""
         ...
 
 
@@ -62,6 +89,16 @@ class EagerRunner:
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         self._state.advance(sampler(self._step.decode(rows.index)), rows.index)
+
+    def serve(self, rows: Rows, tail: Tail) -> None:
+        tail(self._step.decode(rows.index), rows.index)
+
+    def serve_prefill(
+        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
+    ) -> None:
+        logits = self._step.prefill(inputs)
+        before_tail()
+        tail(logits, slots)
 
     def logits(self, rows: Rows) -> Tensor:
         return self._step.decode(rows.index)
@@ -92,6 +129,9 @@ class CapturedRunner:
                 for size in self._buckets
             }
         self._prefill = CapturedPrefill(step, state.device, graphs, self._buckets)
+        self._serve_prefill = CapturedPrefill(
+            step, state.device, graphs, SERVING_ROW_BUCKETS, "serve prefill"
+        )
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
@@ -114,6 +154,35 @@ class CapturedRunner:
             self._unload(bucket)
             self._graphs.capture(key, whole_step, warmup=whole_step)
         self._load(bucket, rows.slots, rows.index)
+        self._graphs.replay(key)
+
+    def serve(self, rows: Rows, tail: Tail) -> None:
+        start = 0
+        for part in split_batch(len(rows), self._buckets):
+            stop = start + part
+            self._serve_part(rows.slots[start:stop], rows.index[start:stop], tail)
+            start = stop
+
+    def serve_prefill(
+        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
+    ) -> None:
+        logits = self._serve_prefill(inputs)
+        before_tail()
+        self._serve_prefill.tail(logits, inputs, slots, tail, tail.key)
+
+    def _serve_part(self, slots: tuple[int, ...], index: Tensor, tail: Tail) -> None:
+        bucket = pick_bucket(len(slots), self._buckets)
+        assert bucket is not None
+        static, step = self._static[bucket], self._step
+
+        def whole_step() -> None:
+            tail(step.decode(static), static)
+
+        key = ("serve", bucket, tail.key)
+        if key not in self._graphs:
+            self._unload(bucket)
+            self._graphs.capture(key, whole_step, warmup=whole_step)
+        self._load(bucket, slots, index)
         self._graphs.replay(key)
 
     def logits(self, rows: Rows) -> Tensor:

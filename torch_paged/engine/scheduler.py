@@ -80,13 +80,8 @@ class Scheduler:
         learn: Callable[[Request], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f'policy must be "fcfs" or "priority", got {policy!r}')
-        self._prefixes: PrefixReuse | None = None
-        if enable_prefix_caching:
-            if prefix_cache is None:
-                raise ValueError("enable_prefix_caching needs a prefix_cache, got None; pass one")
-            self._prefixes = PrefixReuse(prefix_cache, allocator, block_size)
+        if enable_prefix_caching and prefix_cache is None:
+            raise ValueError("enable_prefix_caching needs a prefix_cache, got None; pass one")
         self.num_preemptions = 0
         self._allocator = allocator
         self._block_size = block_size
@@ -101,7 +96,9 @@ class Scheduler:
         self._now = now
 
         self._clock = DecodeClock(block_size)
-        self._line = WaitingLine(aging_steps if policy == "priority" else 0)
+        self._line = WaitingLine(policy, aging_steps)
+        cache = prefix_cache if enable_prefix_caching else None
+        self._prefixes = PrefixReuse(cache, allocator, block_size)
         self._requests: dict[Hashable, Request] = {}  # all that have not ended
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._slots = SlotPool(max_num_seqs) if slots is None else slots
@@ -140,17 +137,15 @@ class Scheduler:
         self._requests[request.request_id] = request
         tokens_left = self._max_model_len - request.num_prompt_tokens
         if tokens_left < 1:
-            self._end(
-                request,
-                "error",
+            why = (
                 f"a prompt of {request.num_prompt_tokens} tokens leaves no room for a new one in "
-                f"max_model_len={self._max_model_len}; shorten it or raise max_model_len",
+                f"max_model_len={self._max_model_len}; shorten it or raise max_model_len"
             )
+            self._end(request, "error", why)
             return
         request.max_new_tokens = min(request.max_new_tokens, tokens_left)
         if request.deadline is not None:
-            entry = (request.deadline, request.arrival, request.request_id)
-            heappush(self._deadlines, entry)
+            heappush(self._deadlines, (request.deadline, request.arrival, request.request_id))
         self._line.join(request)
 
     def cancel(self, request_id: Hashable) -> None:
@@ -213,31 +208,24 @@ class Scheduler:
         """Tokens of a request whose KV is in the cache after all steps scheduled so far."""
         return request.num_computed_tokens + self._clock.num_decoded(request)
 
-    def num_output_tokens(self, request: Request) -> int:
-        """Tokens that a request has sampled after all steps scheduled so far."""
-        return request.num_output_tokens + self._clock.num_decoded(request)
-
     def check_integrity(self) -> None:
         """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
         self._allocator.check_integrity()
+        requests = self._requests.values()
+        self._slots.check_integrity([r.slot for r in requests if r.slot is not None])
         problems: list[str] = []
-        holders: Counter[int] = Counter()
-        slots: list[int] = []
-        for name, request in self._requests.items():
+        for request in requests:
+            name, running = request.request_id, request.status is RequestStatus.RUNNING
             places = (name in self._prefilling) + (name in self._clock.rows)
-            held = (request.slot is not None, bool(request.block_ids))
-            running = request.status is RequestStatus.RUNNING
-            if places != running or held != (running, running):
+            if {request.slot is not None, bool(request.block_ids), places} != {running}:
                 problems.append(f"{name!r} is {request.status.value}, but in {places} places")
-            spare = len(request.block_ids) * self._block_size - self.num_computed_tokens(request)
-            most = request.max_kv_tokens + self._block_size - 1
-            if running and not 0 <= spare <= most - self.num_computed_tokens(request):
-                problems.append(f"{name!r} has blocks for {spare} more tokens")
-            holders.update(request.block_ids)
-            slots += [] if request.slot is None else [request.slot]
-        self._slots.check_integrity(slots)
-        if len(slots) != self.num_running:
-            problems.append(f"{self.num_running} requests run, in slots {sorted(slots)}")
+            spare = len(request.block_ids) * self._block_size - request.max_kv_tokens
+            left = request.max_kv_tokens - self.num_computed_tokens(request)
+            if running and not -left <= spare < self._block_size:
+                problems.append(f"{name!r} has {len(request.block_ids)} blocks")
+        if self.num_running != len(self._prefilling) + len(self._clock.rows):
+            problems.append(f"num_running is {self.num_running}")
+        holders = Counter(chain.from_iterable(request.block_ids for request in requests))
         for block, count in holders.items():
             if self._allocator.refcount(block) < count:
                 problems.append(f"block {block} has more holders than owners: {count}")
@@ -259,8 +247,7 @@ class Scheduler:
             is_last = start + length == request.num_tokens
             chunks.append(PrefillChunk(request, start, length, is_last))
             request.num_computed_tokens += length
-            if self._prefixes is not None:
-                self._prefixes.register(request, start + length, since=start)
+            self._prefixes.register(request, start + length, since=start)
             if is_last:
                 del self._prefilling[request.request_id]
             budget -= length
@@ -273,7 +260,9 @@ class Scheduler:
 
         None in a step that preempts: it would take the blocks that the others will need.
         """
-        while self._has_slot() and not (self._line.head_waits or self._draft.preempted):
+        while not (self._line.head_waits or self._draft.preempted):
+            if self.num_running == self._max_num_seqs or not self._slots.num_free:
+                return
             request = self._line.first()
             if request is None:
                 return
@@ -286,9 +275,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Settle the first in line: it runs, or ends because it never can. False: it waits."""
         needed = self._num_blocks(request.num_tokens)
-        found: list[int] = []
-        if self._prefixes is not None and not request.host_block_ids:
-            found = self._prefixes.acquire(request)
+        found = [] if request.host_block_ids else self._prefixes.acquire(request)
         fresh = self._take(needed - len(found), keep=self._reserve * self.num_running)
         if fresh is None:
             self._allocator.free(found)
@@ -377,9 +364,9 @@ class Scheduler:
             self._clock.stop(request)
         else:
             del self._prefilling[request.request_id]
-        if self._prefixes is not None and trusted:
+        if trusted:
             self._prefixes.register(request, request.num_computed_tokens)
-        elif self._prefixes is not None:
+        else:
             self._prefixes.forget(request)
         self._slots.give_back(request.slot)
         self.num_running -= 1
@@ -390,9 +377,6 @@ class Scheduler:
         assert self._swap_space is not None
         self._swap_space.give_back(request.host_block_ids)
         request.host_block_ids = ()
-
-    def _has_slot(self) -> bool:
-        return self.num_running < self._max_num_seqs and self._slots.num_free > 0
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import Literal
 
 from torch_paged.engine.request import Request
 
@@ -10,7 +11,7 @@ from torch_paged.engine.request import Request
 class WaitingLine:
     """Order requests by arrival, or by priority against time waited.
 
-    One level of priority is worth `aging_steps` steps of waiting; with 0 it is worth nothing.
+    With the policy "priority", one level of priority is worth `aging_steps` steps of waiting.
     Requests in line age alike, so the order of two of them never changes: it is settled when they
     arrive, and a preempted request comes back to its old place.
 
@@ -18,9 +19,11 @@ class WaitingLine:
         head_waits: the first in line was found not to fit, and nobody came or left since.
     """
 
-    def __init__(self, aging_steps: int) -> None:
+    def __init__(self, policy: Literal["fcfs", "priority"], aging_steps: int) -> None:
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f'policy must be "fcfs" or "priority", got {policy!r}')
         self.head_waits = False
-        self._aging_steps = aging_steps
+        self._aging_steps = aging_steps if policy == "priority" else 0
         self._num_arrived = 0
         self._heap: list[tuple[int, int, Request]] = []  # may hold requests that have ended
 

@@ -48,7 +48,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
             "pass fields by name instead, e.g. accelerate(model, max_num_seqs=64)"
         )
     config = (config or Config()).replace(**overrides)
-    target = _unwrap(model)
+    target = unwrap(model)
     if os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0"):
         warn_once("TORCH_PAGED_DISABLE is set: accelerate() does nothing")
         return model
@@ -77,7 +77,7 @@ def restore(model: nn.Module) -> None:
 
     Does nothing for a model that is not accelerated.
     """
-    target = _unwrap(model)
+    target = unwrap(model)
     session = remove_session(target)
     if session is None:
         return
@@ -99,7 +99,7 @@ def accelerated(
 
 def is_accelerated(model: nn.Module) -> bool:
     """Say whether `accelerate` is in force for this model."""
-    return find_session(_unwrap(model)) is not None
+    return find_session(unwrap(model)) is not None
 
 
 def explain(model: nn.Module) -> Report:
@@ -123,11 +123,14 @@ def weights_changed(model: nn.Module) -> None:
     Within one call of `generate` nothing is reused from before, so only an `Engine` with prefix
     caching has anything to drop.
     """
-    _session(model, "weights_changed")
+    session = _session(model, "weights_changed")
+    with session.lock:
+        if session.core is not None and session.core.has_prefixes:
+            session.core.prefixes.reset()
 
 
 def _session(model: nn.Module, verb: str) -> Session:
-    session = find_session(_unwrap(model))
+    session = find_session(unwrap(model))
     if session is None:
         raise ValueError(
             f"torch_paged.{verb}(model) needs an accelerated model, got a "
@@ -136,7 +139,7 @@ def _session(model: nn.Module, verb: str) -> Session:
     return session
 
 
-def _unwrap(model: object) -> nn.Module:
+def unwrap(model: object) -> nn.Module:
     """Return the transformers model inside the known wrappers."""
     inner, seen = model, 0
     while isinstance(inner, nn.Module) and not seams.is_pretrained_model(inner) and seen < 8:

@@ -69,6 +69,7 @@ class Probe:
 
     layers: dict[int, int] = field(default_factory=dict)  # id of module -> layer
     calls: list[AttentionCall] = field(default_factory=list)
+    vocab_size: int = 0
 
     def attend(
         self, module: nn.Module, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, s: Any

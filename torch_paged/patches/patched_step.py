@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class PatchedStep:
         probe = self._probe(model)
         self._layers = probe.layers
         self.calls = tuple(probe.calls)
+        self._vocab_size = probe.vocab_size
         _check_windows(model.config, self.calls)
 
     @property
@@ -83,6 +85,13 @@ class PatchedStep:
         self._key = key
         return moved
 
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self.watch.tensors()
+
     def prefill(self, inputs: StepInputs) -> Tensor:
         assert inputs.positions is not None and inputs.last_index is not None
         kwargs: dict[str, Any] = {"position_ids": inputs.positions[None].long()}
@@ -121,7 +130,8 @@ class PatchedStep:
         kwargs = {self._cache_name: PassThroughCache(), "position_ids": ids}
         try:
             with torch.no_grad(), paged_attention(model, probe):
-                model(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
+                out = model(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
+            probe.vocab_size = out.logits.shape[-1]
         except SpecRefusal:
             raise
         except Exception as error:  # a model may object to our cache or name in its own way

@@ -6,6 +6,7 @@ tests/patches/test_seams.py holds these on the oldest and the newest supported r
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ LogitsProcessorList = logits_process.LogitsProcessorList
 StoppingCriteriaList = stopping_criteria.StoppingCriteriaList
 MaxLengthCriteria = stopping_criteria.MaxLengthCriteria
 EosTokenCriteria = stopping_criteria.EosTokenCriteria
+StopStringCriteria = stopping_criteria.StopStringCriteria
 
 # Pure functions of the scores, without state and without the ids: safe inside a graph.
 SCORE_WARPERS: dict[type, tuple[str, ...]] = {
@@ -107,6 +109,23 @@ def special_token_tensors(config: GenerationConfig) -> tuple[Any, Any]:
         getattr(config, "_pad_token_tensor", None),
         getattr(config, "_eos_token_tensor", None),
     )
+
+
+def merge_generation_config(
+    model: Any, config: GenerationConfig | None, overrides: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Return the config in force, as `generate` merges it, and the overrides it does not know.
+
+    Overrides go before `config`, that before the model's own, that before the defaults. A length
+    limit that nobody set stays None.
+    """
+    merged = GenerationConfig() if config is None else copy.deepcopy(config)
+    own = model.generation_config
+    merged.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    defaults = own._get_default_generation_params()
+    defaults.pop("max_length")
+    merged.update(**defaults, defaults_only=True)
+    return merged, merged.update(**overrides)
 
 
 def is_output_capturing_hook(hook: object) -> bool:

@@ -1,4 +1,4 @@
-"""Launch configurations of `fused_linear`: the two kinds, the rule, the measured table's lookup."""
+"""Launch configurations of `fused_linear`: their two kinds, the measured table, the rules."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class GemvConfig(NamedTuple):
-    """FP32 units: `rows` x `warps` output features a program, `chunks` x 32 x 16 bytes a step.
+    """FP32 units: `rows` x `warps` / `k_warps` output features a program.
 
-    `registers` bounds those of a thread. Without any bound the assembler aims for 48 or so and, to
-    get there, issues the loads of x one after the other.
+    A step takes `chunks` x 32 x 16 bytes of each for each of `k_warps`. `registers` bounds those
+    of a thread. Without any bound the assembler aims for 48 or so and, to get there, issues the
+    loads of x one after the other.
     """
 
     rows: int
     chunks: int
     warps: int
+    k_warps: int
     registers: int = 128
 
 
@@ -41,6 +43,9 @@ class SmallGemmConfig(NamedTuple):
     warps: int
     splits: int
     registers: int = 128
+
+
+_KINDS = {"gemv": GemvConfig, "small_gemm": SmallGemmConfig}
 
 
 class Problem(NamedTuple):
@@ -101,7 +106,7 @@ def _measured(key: tuple[int, int], problem: Problem) -> GemvConfig | SmallGemmC
     )
     if entry is None:
         return None
-    return GemvConfig(*entry) if len(entry) == 4 else SmallGemmConfig(*entry)
+    return _KINDS[entry[0]](*entry[1:])
 
 
 def size_class(size: int) -> int:
@@ -117,12 +122,12 @@ def _power_of_two_up_to(limit: int, cap: int) -> int:
 
 def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     streams = 2 if problem.gated else 1
-    warps = 8 if problem.num_rows >= 8 * key[1] else 4
-    per_warp = problem.num_rows // (streams * warps * key[1] * 2)
-    rows = _power_of_two_up_to(per_warp, 2 // streams)
     steps = -(-problem.in_features // (32 * vec))
-    chunks = _power_of_two_up_to(steps, 8 // (rows * streams) if problem.num_tokens < 4 else 2)
-    return GemvConfig(rows, chunks, warps, 128 if problem.num_tokens <= 2 else 255)
+    warps = 4 if steps <= 16 else 8
+    rows = _power_of_two_up_to(problem.num_rows // (streams * key[1] * 4), 2 // streams)
+    most = 8 // (rows * streams) if problem.num_tokens < 4 else 2
+    chunks = _power_of_two_up_to(-(-steps // warps), most)
+    return GemvConfig(rows, chunks, warps, warps, 128 if problem.num_tokens <= 2 else 255)
 
 
 def _small_gemm_rule(key: tuple[int, int], problem: Problem) -> SmallGemmConfig:

@@ -1,11 +1,11 @@
 """`fused_linear` on FP32 units: few rows, and float32 at any number of rows.
 
-A program owns ROWS x WARPS output features; warp w owns features w, w + WARPS, ... of them whole,
-so nothing crosses warps. Along in_features a warp takes chunks of 32 lanes x VEC elements (16
-bytes a lane), CHUNKS of them at a time: one tile. The first tile does not wait for the previous
-kernel, and each later one is loaded while its predecessor is multiplied. With programmatic
-dependent launch, the aim of a configuration is therefore that all programs of a small layer are
-resident at once, next to those of the previous kernel, with most of their weights in flight.
+The warps of a program form a grid: WARPS / K_WARPS along the output features, ROWS of them a
+warp, and K_WARPS along in_features. There a warp takes chunks of 32 lanes x VEC elements (16 bytes
+a lane), CHUNKS of them at a time: one tile. The first tile does not wait for the previous kernel,
+and each later one is loaded while its predecessor is multiplied. Small programs with few registers
+do best: with programmatic dependent launch those of the next kernel then move in, one by one, with
+their weights in flight, while the current kernel drains.
 
 The order of the sum over in_features depends on neither the number of rows nor the grid.
 """
@@ -33,9 +33,11 @@ def _lane_sums(products, WARPS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def _warp_sums(sums, WARPS: tl.constexpr):
-    """Sum over the lanes of each warp: [T, R, WARPS * 32] -> [T, R, WARPS]."""
-    return tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1], WARPS, 32]), axis=3)
+def _feature_sums(sums, WARPS: tl.constexpr, K_WARPS: tl.constexpr):
+    """Sum over the threads that share features: [T, R, WARPS * 32] -> [T, R, WARPS / K_WARPS]."""
+    T: tl.constexpr = sums.shape[0]
+    R: tl.constexpr = sums.shape[1]
+    return tl.sum(tl.reshape(sums, [T, R, WARPS // K_WARPS, K_WARPS * 32]), axis=3)
 
 
 @triton.jit
@@ -88,6 +90,7 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -116,10 +119,12 @@ def _gemv_kernel(
         HAS_BIAS2,
         NUM_WEIGHTS,
         GATED,
-        ROWS * WARPS,
+        ROWS * (WARPS // K_WARPS),
     )
+    N_WARPS: tl.constexpr = WARPS // K_WARPS
+    BLOCK_N: tl.constexpr = ROWS * N_WARPS
     CHUNK: tl.constexpr = 32 * VEC
-    TILE: tl.constexpr = CHUNKS * CHUNK
+    TILE: tl.constexpr = K_WARPS * CHUNKS * CHUNK
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     # Short sums unroll: no registers to shuffle between the turns of a loop.
     UNROLL: tl.constexpr = TILES if TILES <= 3 else 1
@@ -127,9 +132,11 @@ def _gemv_kernel(
     # The last dim spans the threads (warp, lane, element): rows follow the warp, k the rest.
     r_thread = tl.arange(0, WARPS * CHUNK)[None, None, None, :]
     r_row = tl.arange(0, ROWS)[None, :, None, None]
-    rows = block * (ROWS * WARPS) + r_row * WARPS + r_thread // CHUNK
+    r_warp = r_thread // CHUNK
+    rows = block * BLOCK_N + r_row * N_WARPS + r_warp // K_WARPS
     row_mask = rows < n
-    k = tl.arange(0, CHUNKS)[None, None, :, None] * CHUNK + r_thread % CHUNK
+    r_chunk = r_warp % K_WARPS * CHUNKS + tl.arange(0, CHUNKS)[None, None, :, None]
+    k = r_chunk * CHUNK + r_thread % CHUNK
     w_ptrs = w_ptr + rows.to(tl.int64) * stride_w * VEC + k
     weight = load_streamed(w_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
     up_ptrs = w_ptrs
@@ -141,8 +148,8 @@ def _gemv_kernel(
     if HAS_GAIN:
         gain = load_gain(norm_ptr, k, K)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
-    r_row = tl.arange(0, ROWS)[None, :, None] * WARPS + tl.arange(0, WARPS)[None, None, :]
-    out_rows = block * (ROWS * WARPS) + r_row
+    r_row = tl.arange(0, ROWS)[None, :, None] * N_WARPS + tl.arange(0, N_WARPS)[None, None, :]
+    out_rows = block * BLOCK_N + r_row
     bias = load_bias(b_ptr, out_rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, out_rows, n, True, GATED and HAS_BIAS1)
     if PDL:
@@ -184,12 +191,12 @@ def _gemv_kernel(
         if GATED:
             acc_up += _lane_sums(this_up.to(tl.float32) * x, WARPS, VEC)
 
-    y = _warp_sums(acc, WARPS)
+    y = _feature_sums(acc, WARPS, K_WARPS)
     y_up = y
     if GATED:
-        y_up = _warp_sums(acc_up, WARPS)
+        y_up = _feature_sums(acc_up, WARPS, K_WARPS)
     if NORM:
-        scale = tl.rsqrt(_warp_sums(squares, WARPS) / K + eps)
+        scale = tl.rsqrt(_feature_sums(squares, WARPS, K_WARPS) / K + eps)
         y *= scale
         y_up *= scale
     finish(

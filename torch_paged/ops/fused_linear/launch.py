@@ -128,8 +128,8 @@ def _start_gemv(
     constants: dict[str, object],
 ) -> None:
     tokens = min(triton.next_power_of_2(num_tokens), 8)
-    block = config.rows * config.warps
-    step = config.chunks * 32 * constants["VEC"]
+    block = config.rows * config.warps // config.k_warps
+    step = config.k_warps * config.chunks * 32 * constants["VEC"]
     grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
     _gemv_kernel[grid](
         *pointers,
@@ -139,6 +139,7 @@ def _start_gemv(
         ROWS=config.rows,
         CHUNKS=config.chunks,
         WARPS=config.warps,
+        K_WARPS=config.k_warps,
         EVEN_K=constants["K"] % step == 0,
         EVEN_N=all(n % block == 0 for n in sizes),
         EVEN_T=num_tokens % tokens == 0,

@@ -69,6 +69,38 @@ def _token_squares(squares, WARPS: tl.constexpr):
     return tl.reshape(squares, [squares.shape[0] * 8])
 
 
+@triton.jit
+def _accumulate(
+    acc,
+    acc_up,
+    squares,
+    weight,
+    up,
+    gain,
+    x,
+    prescale,
+    norm_offset,
+    NORM: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    GATED: tl.constexpr,
+    WARPS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add one tile to the sums of products and of squares."""
+    if NORM and not PRESCALE:
+        squares += _thread_squares(x, WARPS)
+    if PRESCALE:
+        x = (x.to(tl.float32) * prescale).to(x.dtype)
+    if HAS_GAIN:
+        x = (x.to(tl.float32) * (gain.to(tl.float32) + norm_offset)).to(x.dtype)
+    x_t = tl.permute(_as_rows(x, WARPS, UPCAST), [0, 2, 1])
+    acc = tl.dot(_as_rows(weight, WARPS, UPCAST), x_t, acc)
+    if GATED:
+        acc_up = tl.dot(_as_rows(up, WARPS, UPCAST), x_t, acc_up)
+    return acc, acc_up, squares
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_tokens"])
 def _small_gemm_kernel(
     x_ptr,
@@ -109,6 +141,7 @@ def _small_gemm_kernel(
     CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -144,7 +177,7 @@ def _small_gemm_kernel(
     TILE: tl.constexpr = WARPS * CHUNKS * 32
     TILES: tl.constexpr = (K + TILE * SPLITS - 1) // (TILE * SPLITS)
     # Short sums unroll: no registers to shuffle between the turns of a loop.
-    UNROLL: tl.constexpr = TILES if TILES <= 3 else 1
+    UNROLL: tl.constexpr = TILES - 1 if TILES == 2 or TILES == 3 else 1
 
     # The last dim spans the threads: warp, row or token within 8, element within 32.
     r_thread = tl.arange(0, WARPS * 256)[None, None, :]
@@ -182,6 +215,7 @@ def _small_gemm_kernel(
     x_ptrs = x_ptr + tokens.to(tl.int64) * stride_x * VEC + k
     squares = tl.zeros([TOKENS // 8, WARPS * 32], tl.float32)
     # gain * x can leave the range of float16, so there the scale is found first.
+    prescale = 0.0
     PRESCALE: tl.constexpr = NORM and x_ptr.dtype.element_ty == tl.float16
     if PRESCALE:
         k_all = (r_thread // 256 * CHUNKS + r_chunk) * 32 + r_thread % 32
@@ -198,31 +232,88 @@ def _small_gemm_kernel(
 
     acc = tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
     acc_up = acc
-    for tile in tl.range(0, TILES, loop_unroll_factor=UNROLL):
-        x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
-        this = weight
-        this_up = up
-        this_gain = gain
-        k += TILE
-        x_ptrs += TILE
-        w_ptrs += TILE
-        more = row_mask & (tile + 1 < TILES)
-        weight = load_streamed(w_ptrs, k, more, K, EVEN_K, True)
-        if GATED:
-            up_ptrs += TILE
-            up = load_streamed(up_ptrs, k, more, K, EVEN_K, True)
-        if HAS_GAIN:
-            gain = load_gain(norm_ptr, k, K)
-        if NORM and not PRESCALE:
-            squares += _thread_squares(x, WARPS)
-        if PRESCALE:
-            x = (x.to(tl.float32) * prescale).to(x.dtype)
-        if HAS_GAIN:
-            x = (x.to(tl.float32) * (this_gain.to(tl.float32) + norm_offset)).to(x.dtype)
-        x_t = tl.permute(_as_rows(x, WARPS, UPCAST), [0, 2, 1])
-        acc = tl.dot(_as_rows(this, WARPS, UPCAST), x_t, acc)
-        if GATED:
-            acc_up = tl.dot(_as_rows(this_up, WARPS, UPCAST), x_t, acc_up)
+    x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
+    if STAGES > 1:
+        # Shared memory holds the tiles on their way; the one in registers is added last.
+        for tile in tl.range(1, TILES, num_stages=STAGES):
+            k_tile = k + tile * TILE
+            x_tile = _load_x(x_ptrs + tile * TILE, k_tile, token_mask, K, EVEN_K)
+            w_tile = load_streamed(w_ptrs + tile * TILE, k_tile, row_mask, K, EVEN_K, not EVEN_N)
+            up_tile = w_tile
+            if GATED:
+                up_tile = load_streamed(
+                    up_ptrs + tile * TILE, k_tile, row_mask, K, EVEN_K, not EVEN_N
+                )
+            gain_tile = k_tile
+            if HAS_GAIN:
+                gain_tile = load_gain(norm_ptr, k_tile, K)
+            acc, acc_up, squares = _accumulate(
+                acc,
+                acc_up,
+                squares,
+                w_tile,
+                up_tile,
+                gain_tile,
+                x_tile,
+                prescale,
+                norm_offset,
+                NORM,
+                HAS_GAIN,
+                PRESCALE,
+                GATED,
+                WARPS,
+                UPCAST,
+            )
+    else:
+        for tile in tl.range(1, TILES, loop_unroll_factor=UNROLL):
+            this = weight
+            this_up = up
+            this_gain = gain
+            this_x = x
+            k += TILE
+            x_ptrs += TILE
+            w_ptrs += TILE
+            weight = load_streamed(w_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
+            if GATED:
+                up_ptrs += TILE
+                up = load_streamed(up_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
+            if HAS_GAIN:
+                gain = load_gain(norm_ptr, k, K)
+            x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
+            acc, acc_up, squares = _accumulate(
+                acc,
+                acc_up,
+                squares,
+                this,
+                this_up,
+                this_gain,
+                this_x,
+                prescale,
+                norm_offset,
+                NORM,
+                HAS_GAIN,
+                PRESCALE,
+                GATED,
+                WARPS,
+                UPCAST,
+            )
+    acc, acc_up, squares = _accumulate(
+        acc,
+        acc_up,
+        squares,
+        weight,
+        up,
+        gain,
+        x,
+        prescale,
+        norm_offset,
+        NORM,
+        HAS_GAIN,
+        PRESCALE,
+        GATED,
+        WARPS,
+        UPCAST,
+    )
 
     y = tl.sum(acc, axis=0)
     y_up = y

@@ -21,6 +21,7 @@ class DecodeConfig:
     max_splits: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    prefetch_tokens: int = 0  # asked for in L2 by each program while its predecessor runs
 
 
 _DECODE_CONFIGS = {

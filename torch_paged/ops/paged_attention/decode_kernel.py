@@ -112,9 +112,75 @@ def _load_gain(
     return gain, partner_gain + offset
 
 
+@triton.jit
+def _range_of_split(
+    position,
+    stop,
+    split,
+    window,
+    num_splits,
+    single_tokens,
+    min_split_tokens,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return how many ranges the row has, its first visible token, and this split's range."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    base = first // BLOCK_N * BLOCK_N
+    num_active = 1
+    low = base
+    high = stop
+    if SPLIT:
+        span = stop - base
+        share = tl.cdiv(tl.cdiv(span, num_splits), BLOCK_N) * BLOCK_N
+        share = tl.maximum(share, min_split_tokens)
+        share = tl.where(span <= single_tokens, single_tokens, share)
+        num_active = tl.maximum(tl.cdiv(span, share), 1)
+        low = base + split * share
+        high = tl.minimum(low + share, stop)
+    return num_active, first, low, high
+
+
+@triton.jit
+def _prefetch_tile(
+    ptrs,
+    block,
+    stride_block,
+    needed,
+    stride_token,
+    LINES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Ask for a tile's cache lines in L2: hints that nothing waits for."""
+    n = tl.arange(0, BLOCK_N)
+    line = tl.arange(0, LINES) * (128 // (ptrs.dtype.element_ty.primitive_bitwidth // 8))
+    rows = ptrs + block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * stride_token
+    address = (rows[:, None] + line[None, :]).to(tl.int64, bitcast=True)
+    wanted = tl.broadcast_to(needed[:, None], [BLOCK_N, LINES]).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 # One kernel for every batch size: the split count must not be specialised on.
 @triton.jit(
-    do_not_specialize=["window", "num_splits", "single_tokens", "min_split_tokens", "max_tokens"]
+    do_not_specialize=[
+        "window",
+        "num_splits",
+        "single_tokens",
+        "min_split_tokens",
+        "max_tokens",
+        "num_blocks",
+    ]
 )
 def decode_attention_kernel(
     q_ptr,
@@ -144,6 +210,7 @@ def decode_attention_kernel(
     single_tokens,
     min_split_tokens,
     max_tokens,
+    num_blocks,
     stride_qt,
     stride_kt,
     stride_vt,
@@ -182,6 +249,9 @@ def decode_attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    K_LINES: tl.constexpr,
+    V_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[b, h] = sum_j softmax_j(score(q[b, h], K[j])) V[j] over the tokens j of row b.
@@ -212,6 +282,55 @@ def decode_attention_kernel(
         q_gain, q_partner_gain = _load_gain(q_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
     if HAS_K_NORM:
         k_gain, k_partner_gain = _load_gain(k_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
+    if PREFETCH:
+        # Read before the wait, so possibly stale: good for hints, and read again below.
+        hint = tl.load(slots_ptr + row, cache_modifier=".cg")
+        hint_live = hint >= 0
+        hint = tl.maximum(hint, 0).to(tl.int64)
+        hint_stop = tl.load(context_lens_ptr + hint, mask=hint_live, other=0, cache_modifier=".cg")
+        hint_stop = tl.minimum(tl.maximum(hint_stop, 0), max_tokens)
+        hint_active, hint_first, hint_low, hint_high = _range_of_split(
+            hint_stop,
+            hint_stop,
+            split,
+            window,
+            num_splits,
+            single_tokens,
+            min_split_tokens,
+            BLOCK_N,
+            SPLIT,
+            HAS_WINDOW,
+        )
+        hint_high = tl.minimum(hint_high, hint_low + PREFETCH)
+        for start in range(hint_low, hint_high, BLOCK_N):
+            needed = (start + n < hint_high) & (start + n >= hint_first)
+            hint_block = tl.load(
+                block_table_ptr + hint * stride_table + (start + n) // BLOCK_SIZE,
+                mask=needed,
+                other=-1,
+                cache_modifier=".cg",
+            )
+            needed = needed & (hint_block >= 0) & (hint_block < num_blocks)
+            _prefetch_tile(
+                k_cache_ptr + head * stride_kch,
+                hint_block,
+                stride_kcb,
+                needed,
+                stride_kcs,
+                K_LINES,
+                BLOCK_SIZE,
+                BLOCK_N,
+            )
+            _prefetch_tile(
+                v_cache_ptr + head * stride_vch,
+                hint_block,
+                stride_vcb,
+                needed,
+                stride_vcs,
+                V_LINES,
+                BLOCK_SIZE,
+                BLOCK_N,
+            )
     if PDL:
         gdc_wait()
 
@@ -266,21 +385,18 @@ def decode_attention_kernel(
     else:
         stop = position + 1
 
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-    base = first // BLOCK_N * BLOCK_N
-    num_active = 1
-    low = base
-    high = stop
-    if SPLIT:
-        span = stop - base
-        share = tl.cdiv(tl.cdiv(span, num_splits), BLOCK_N) * BLOCK_N
-        share = tl.maximum(share, min_split_tokens)
-        share = tl.where(span <= single_tokens, single_tokens, share)
-        num_active = tl.maximum(tl.cdiv(span, share), 1)
-        low = base + split * share
-        high = tl.minimum(low + share, stop)
+    num_active, first, low, high = _range_of_split(
+        position,
+        stop,
+        split,
+        window,
+        num_splits,
+        single_tokens,
+        min_split_tokens,
+        BLOCK_N,
+        SPLIT,
+        HAS_WINDOW,
+    )
     num_active = tl.where(live, num_active, 0)
     out_ptrs = out_ptr + (row * NUM_KV_HEADS * GROUP + q_head[:, None]) * DV + dv[None, :]
     out_mask = in_group[:, None] & (dv[None, :] < DV)

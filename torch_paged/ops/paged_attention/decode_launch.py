@@ -15,6 +15,11 @@ from torch_paged.ops.paged_attention.decode_kernel import decode_attention_kerne
 from torch_paged.ops.triton_compat import triton, use_pdl
 
 
+def _cache_lines(row_bytes: int) -> int:
+    """Return how many 128-byte lines of a cached head to prefetch: a power of two."""
+    return 1 << (max(row_bytes // 128, 1).bit_length() - 1)
+
+
 def _launch_fused_decode_attention(
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -54,7 +59,7 @@ def _launch_fused_decode_attention(
     tile = config.tile_bytes // (max(block_d, block_dv) * query.element_size())
     if query.element_size() == 4:
         tile //= 2  # exact float32 products run on registers alone
-    tile = max(tile, block_size, 16)
+    tile = max(min(tile, 256), block_size, 16)
     max_tokens = block_table.shape[1] * block_size
     reach = min(max_tokens, window + tile) if window > 0 else max_tokens
     splits = num_splits(num_rows * num_kv_heads, reach, sm_count(query.device), config)
@@ -92,6 +97,7 @@ def _launch_fused_decode_attention(
         config.single_tokens,
         max(config.min_split_tokens, tile),
         max_tokens,
+        k_cache.shape[0],
         query.stride(0),
         key.stride(0),
         value.stride(0),
@@ -130,6 +136,9 @@ def _launch_fused_decode_attention(
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
         PRECISION=dot_precision(),
+        PREFETCH=config.prefetch_tokens if pdl else 0,
+        K_LINES=_cache_lines(head_dim * query.element_size()),
+        V_LINES=_cache_lines(v_dim * query.element_size()),
         PDL=bool(pdl),
         num_warps=config.num_warps if block_m < 64 else 8,
         **pdl,

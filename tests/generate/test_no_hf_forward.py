@@ -1,0 +1,80 @@
+"""While it decodes, no forward of Hugging Face's model runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import FAMILIES, greedy, padded_prompts, reference, seeded, tiny_family
+from transformers import LogitsProcessor
+
+import torch_paged
+
+NUM_TOKENS = 12
+
+
+class Unknown(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Silent:
+    def put(self, value) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def forbid_forwards(model, monkeypatch) -> None:
+    """Make the forwards of the model, its body, its layers, attentions and MLPs raise."""
+
+    def forward(self, *args, **kwargs):
+        raise AssertionError(f"{type(self).__name__}.forward ran")
+
+    body = model.base_model
+    layer = body.layers[0]
+    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+    modules = (model, body, layer, attention, layer.mlp, layer.input_layernorm)
+    # A norm of torch's own, as in GPT-NeoX, may be called as it is.
+    for module in (m for m in modules if type(m).__module__.startswith("transformers.")):
+        monkeypatch.setattr(type(module), "forward", forward)
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request, device, accelerate):
+    """A model that has been accelerated and called once, a batch and its tokens."""
+    model = tiny_family(request.param, device)
+    ids, mask = padded_prompts((5, 16, 33), device)
+    expected = reference(model, ids, NUM_TOKENS, attention_mask=mask).sequences
+    accelerate(model)
+    greedy(model, ids, 2, attention_mask=mask)
+    return model, ids, mask, expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ("device", {}),
+        ("lagged", {"streamer": Silent()}),
+        ("stepped", {"logits_processor": [Unknown()]}),
+    ],
+    ids=["device", "lagged", "stepped"],
+)
+def test_loops(loop, options, case, monkeypatch) -> None:
+    model, ids, mask, expected = case
+    forbid_forwards(model, monkeypatch)
+    got = greedy(model, ids, NUM_TOKENS, attention_mask=mask, **options)
+    assert torch.equal(got, expected)
+    assert torch_paged.explain(model).last_call.loop == loop
+    with pytest.raises(AssertionError, match="forward ran"):
+        model(ids)
+
+
+def test_sampling_and_outputs(case, monkeypatch) -> None:
+    model, ids, mask, _ = case
+    forbid_forwards(model, monkeypatch)
+    options = {"attention_mask": mask, "max_new_tokens": NUM_TOKENS, "top_p": 0.9}
+    result = seeded(model, 1, ids, **options).result
+    assert result.shape == (3, 33 + NUM_TOKENS)
+    again = seeded(model, 1, ids, return_dict_in_generate=True, output_scores=True, **options)
+    assert torch.equal(again.result.sequences, result)

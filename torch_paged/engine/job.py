@@ -1,0 +1,104 @@
+"""A request as the engine sees it: parameters, tokens reported so far, the row that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torch_paged.engine.output import RequestOutput
+from torch_paged.engine.params import SamplingParams
+from torch_paged.engine.request import FinishReason, Request
+from torch_paged.engine.runner import Rows
+
+_NEVER = 1 << 62
+
+OnOutput = Callable[[RequestOutput], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence in the engine.
+
+    Attributes:
+        request: what the scheduler knows of it; a new one if it starts again.
+        on_output: called with each new output, from the thread that steps.
+        private: its outputs go to `on_output` alone.
+        logprobs: of the request's `output_ids`, where asked for.
+        num_reported: tokens that the outputs so far had; `num_called` those of `on_output`.
+        row: where it decodes; None while it waits or prefills.
+        finish_reason: set when it has ended and all its tokens are here.
+    """
+
+    request: Request
+    params: SamplingParams
+    on_output: OnOutput | None = None
+    private: bool = False
+    logprobs: list[float] | None = field(default=None, repr=False)
+    num_reported: int = 0
+    num_called: int = 0
+    row: Row | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether something on the host looks at each of its tokens."""
+        return self.on_output is not None or self.params.stop_check is not None
+
+    def output(self, *, since: int) -> RequestOutput:
+        """Describe the job; its first `since` tokens have been reported."""
+        return RequestOutput.of(
+            self.request,
+            since=since,
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One decoding period of a job: from the end of its prefill until it ends or is preempted.
+
+    A row samples one token in each step from its first to its last.
+
+    Attributes:
+        next_step: the first step whose token its request does not have yet.
+        last_step: its last step, where known.
+        is_done: it has no tokens left to learn.
+    """
+
+    job: Job
+    slot: int
+    next_step: int
+    last_step: int = _NEVER
+    is_done: bool = False
+
+
+class Batch(NamedTuple):
+    """The rows that decode in a step: the same object while nothing changes.
+
+    Attributes:
+        index: [num_rows] int64 slots, on the host.
+        on_device: the slots as the runner takes them.
+    """
+
+    rows: tuple[Row, ...]
+    index: Tensor
+    on_device: Rows
+
+
+class StepRecord(NamedTuple):
+    """A launched step whose report is on its way.
+
+    Attributes:
+        started: rows whose prefill ended in it.
+    """
+
+    step: int
+    batch: Batch | None
+    started: tuple[Row, ...]
+
+
+__all__ = ["Batch", "Job", "OnOutput", "Row", "StepRecord"]

@@ -1,0 +1,141 @@
+"""What a scheduled step puts on the device: rows that come and go, prefills, the decode graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+
+from torch_paged.decoder.state import RowStart, to_device
+from torch_paged.engine.core import EngineCore
+from torch_paged.engine.job import Batch, Job, Row
+from torch_paged.engine.packing import pack_chunks
+from torch_paged.engine.params import SamplingParams
+from torch_paged.engine.request import Request
+from torch_paged.engine.runner import Rows
+from torch_paged.engine.sampling_state import SamplingStart
+from torch_paged.engine.step import PrefillChunk, ScheduledStep
+from torch_paged.engine.tail import ServingTail
+
+_MAX_INT32 = 2**31 - 1
+
+
+class StepLauncher:
+    """Launches the steps of one decode state; nothing here waits for the device.
+
+    Args:
+        jobs: those with a row, by request id; decoding rows are taken over from them.
+    """
+
+    def __init__(self, core: EngineCore, jobs: Mapping[Hashable, Job]) -> None:
+        self._core = core
+        self._jobs = jobs
+        self._rows: dict[int, Row] = {}  # decoding rows by slot
+        self._needs: Counter[str] = Counter()  # what of the tail how many of them need
+        self._batch: Batch | None = None
+        self._tails: dict[tuple[bool, bool, bool], ServingTail] = {}
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows that decode."""
+        return tuple(self._rows.values())
+
+    def rebind(self) -> None:
+        """The state of the core is a larger one: the same rows in other tensors."""
+        self._tails.clear()
+
+    def update(self, scheduled: ScheduledStep) -> None:
+        """Write new blocks, and let rows stop and start."""
+        self._core.state.write_blocks(scheduled.block_updates)
+        for slot in scheduled.stopped:
+            self._needs.subtract(_needs(self._rows.pop(slot).job.params))
+        for request in scheduled.started:
+            row = self._jobs[request.request_id].row
+            assert row is not None
+            self._rows[row.slot] = row
+            self._needs.update(_needs(row.job.params))
+        if scheduled.stopped or scheduled.started:
+            self._batch = None
+
+    def decode(self) -> Batch:
+        """Launch one token of every row."""
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = self._make_batch()
+        self._core.runner().serve(batch.on_device, self._tail(self._needs))
+        return batch
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Launch chunks of prompts, and the first token of those that end."""
+        core = self._core
+        packed = pack_chunks(chunks, core.config.block_size, core.device)
+        ending = [chunk.request for chunk in chunks if chunk.is_last]
+        state = core.state
+        runner = core.runner()
+        state.set_prefix(packed.slots, packed.prefix)
+        if not ending:
+            runner.prefill(packed.inputs)
+            return
+
+        def start_rows() -> None:
+            # Attention needed the length of the prefix where the row's own length goes.
+            state.start_rows([_row_start(request) for request in ending], packed.last_positions)
+
+        core.sampling.start_rows([_sampling_start(request) for request in ending])
+        needs: Counter[str] = Counter()
+        for request in ending:
+            needs.update(_needs(_params(request)))
+        runner.serve_prefill(packed.inputs, packed.sampled, self._tail(needs), start_rows)
+
+    def _make_batch(self) -> Batch:
+        slots = tuple(self._rows)
+        index = torch.tensor(slots)
+        on_device = Rows(slots, to_device(index.to(torch.int32), self._core.device))
+        return Batch(tuple(self._rows.values()), index, on_device)
+
+    def _tail(self, needs: Counter[str]) -> ServingTail:
+        key = (needs["edits"] > 0, needs["samples"] > 0, needs["logprobs"] > 0)
+        tail = self._tails.get(key)
+        if tail is None:
+            core, (edits, samples, logprobs) = self._core, key
+            tail = self._tails[key] = ServingTail(
+                core.state, core.sampling, edits=edits, samples=samples, logprobs=logprobs
+            )
+        return tail
+
+
+def _params(request: Request) -> SamplingParams:
+    assert isinstance(request.payload, Job)
+    return request.payload.params
+
+
+def _needs(params: SamplingParams) -> list[str]:
+    needs = (("edits", params.edits), ("samples", params.samples), ("logprobs", params.logprobs))
+    return [name for name, needed in needs if needed]
+
+
+def _row_start(request: Request) -> RowStart:
+    assert request.slot is not None
+    # The token that this prefill samples is counted already.
+    num_generated = request.num_output_tokens - 1
+    return RowStart(
+        request.slot,
+        request.num_prompt_tokens + num_generated,
+        min(request.max_new_tokens, _MAX_INT32),
+        _params(request).eos_ids,
+        -1,
+        num_generated,
+    )
+
+
+def _sampling_start(request: Request) -> SamplingStart:
+    assert request.slot is not None
+    params = _params(request)
+    ids: Sequence[int] = ()
+    if params.repetition_penalty != 1.0:
+        ids = [*(request.prompt_ids or ()), *request.output_ids]
+    return SamplingStart(request.slot, params, ids)
+
+
+__all__ = ["StepLauncher"]

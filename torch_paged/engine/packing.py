@@ -1,0 +1,91 @@
+"""Prefill chunks of requests, packed into the inputs of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.inputs import StepInputs
+from torch_paged.decoder.state import to_device
+from torch_paged.engine.request import Request
+from torch_paged.engine.step import PrefillChunk
+
+
+class PackedChunks(NamedTuple):
+    """Packed chunks on the device.
+
+    Attributes:
+        inputs: of the step.
+        prefix: [num_chunks] tokens cached before each chunk.
+        slots: [num_chunks] slots as an index.
+        sampled: [num_chunks] int32 slots of the chunks that end their prompt, -1 for others.
+        last_positions: [num_ending] positions of the last tokens of these.
+    """
+
+    inputs: StepInputs
+    prefix: Tensor
+    slots: Tensor
+    sampled: Tensor
+    last_positions: Tensor
+
+
+def pack_chunks(
+    chunks: Sequence[PrefillChunk], block_size: int, device: torch.device
+) -> PackedChunks:
+    """Pack chunks, in order, with a single transfer."""
+    slots = [chunk.request.slot for chunk in chunks]
+    starts = [chunk.start for chunk in chunks]
+    lengths = [chunk.length for chunk in chunks]
+    bounds = [0, *accumulate(lengths)]
+    sampled = [c.request.slot if c.is_last else -1 for c in chunks]
+    last = [c.start + c.length - 1 for c in chunks if c.is_last]
+    rows, tokens = len(chunks), bounds[-1]
+    positions = torch.cat(
+        [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    )
+    per_chunk = torch.tensor(
+        [*slots, *starts, *bounds, *(bound - 1 for bound in bounds[1:]), *sampled, *last]
+    )
+    ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
+    mapping = torch.cat([_slot_mapping(*chunk[:3], block_size) for chunk in chunks])
+    packed = to_device(torch.cat([per_chunk, ids, positions, mapping]), device)
+    sizes = [rows, rows, rows + 1, rows, rows, len(last), tokens, tokens, tokens]
+    index, prefix, cu_seqlens, last_index, ends, last_positions, ids, positions, mapping = (
+        packed.split(sizes)
+    )
+    inputs = StepInputs(
+        slots=index.to(torch.int32),
+        ids=ids,
+        positions=positions.to(torch.int32),
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        slot_mapping=mapping,
+        last_index=last_index,
+        max_query_len=max(lengths),
+    )
+    return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions)
+
+
+def _token_ids(request: Request, start: int, length: int) -> Tensor:
+    """Return ids [length] of prompt and output from `start` on."""
+    assert request.prompt_ids is not None
+    stop, prompt = start + length, request.num_prompt_tokens
+    ids = list(request.prompt_ids[start : min(stop, prompt)])
+    if stop > prompt:
+        ids += request.output_ids[max(start - prompt, 0) : stop - prompt]
+    assert len(ids) == length, "the tokens of a request must be known before it is prefilled"
+    return torch.tensor(ids)
+
+
+def _slot_mapping(request: Request, start: int, length: int, block_size: int) -> Tensor:
+    """Return the flat cache index [length] int64 of the tokens from `start` on."""
+    index = torch.arange(start, start + length)
+    first = start // block_size
+    blocks = torch.tensor(request.block_ids[first : (start + length - 1) // block_size + 1])
+    return blocks[index // block_size - first] * block_size + index % block_size
+
+
+__all__ = ["PackedChunks", "pack_chunks"]

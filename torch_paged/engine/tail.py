@@ -1,0 +1,83 @@
+"""The end of a serving step, logits to recorded tokens, with every parameter read by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.state import SlotState
+from torch_paged.engine.sampling_state import SamplingState
+from torch_paged.ops.argmax import argmax
+from torch_paged.ops.min_tokens import apply_min_tokens
+from torch_paged.ops.penalties import (
+    apply_repetition_penalty,
+    apply_suppress_mask,
+    mark_seen,
+)
+from torch_paged.ops.record_tokens import record_tokens
+from torch_paged.ops.sample import sample
+from torch_paged.ops.token_logprobs import token_logprobs
+
+
+class ServingTail:
+    """Edit, choose, record, append; rows do not influence each other.
+
+    Args:
+        edits: some row's logits are edited (penalty, minimum length, suppressed tokens).
+        samples: some row draws; without, all rows take the largest logit.
+        logprobs: some row reports log-probabilities.
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        sampling: SamplingState,
+        *,
+        edits: bool,
+        samples: bool,
+        logprobs: bool,
+    ) -> None:
+        self.key: Hashable = ("tail", edits, samples, logprobs)
+        self._state = state
+        self._sampling = sampling
+        self._edits = edits
+        self._samples = samples
+        self._logprobs = logprobs
+
+    def __call__(self, logits: Tensor, slots: Tensor) -> None:
+        state, sampling = self._state, self._sampling
+        scores = self._edited(logits, slots) if self._edits else logits
+        if self._samples:
+            tokens = sample(
+                scores,
+                slots,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.seeds,
+                state.num_generated,
+            )
+        else:
+            tokens = argmax(scores)
+        logprobs = token_logprobs(logits, tokens) if self._logprobs else None
+        record_tokens(logits, tokens, slots, logprobs, state.failed, state.token_logprobs)
+        state.advance(tokens, slots)
+        if self._edits:
+            mark_seen(sampling.seen, slots, tokens)
+
+    def _edited(self, logits: Tensor, slots: Tensor) -> Tensor:
+        state, sampling = self._state, self._sampling
+        # In float32 and in the order of transformers; the unedited logits are still needed.
+        scores = logits.to(torch.float32, copy=True)
+        apply_repetition_penalty(scores, sampling.seen, slots, sampling.repetition_penalty)
+        apply_min_tokens(
+            scores, slots, state.num_generated, sampling.min_new_tokens, state.eos_ids
+        )
+        apply_suppress_mask(scores, sampling.suppressed, slots)
+        return scores
+
+
+__all__ = ["ServingTail"]

@@ -1,0 +1,84 @@
+"""What the host knows of the tokens: one report a step, copied behind it, read when it is here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.state import SlotState, report_parts
+
+
+class TokenLog:
+    """The newest `num_steps` reports of all slots, in pinned memory; nothing is copied twice.
+
+    A step costs one transfer whatever the batch; the tokens of a row are read by column, when
+    somebody asks for them. Steps are numbered by the caller, consecutively.
+
+    Args:
+        depth: reports that may be on their way at the same time.
+    """
+
+    def __init__(self, state: SlotState, num_steps: int, depth: int) -> None:
+        self.num_steps = num_steps
+        self._state = state
+        self._on_cuda = state.device.type == "cuda"
+        shape = (num_steps, state.report.shape[0])
+        with torch.inference_mode(False):
+            self._reports = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._on_cuda)
+            self._tokens, self._logprobs, self._finished, self._failed = report_parts(
+                self._reports
+            )
+        self._events = [torch.cuda.Event() for _ in range(depth)] if self._on_cuda else []
+
+    @property
+    def state(self) -> SlotState:
+        """The state whose reports these are."""
+        return self._state
+
+    def post(self, step: int) -> None:
+        """Have the report of the step just launched copied to the host."""
+        self._reports[step % self.num_steps].copy_(self._state.report, non_blocking=True)
+        if self._on_cuda:
+            self._events[step % len(self._events)].record()
+
+    def is_here(self, step: int) -> bool:
+        """Whether the report of a posted step can be read without waiting."""
+        return not self._on_cuda or self._events[step % len(self._events)].query()
+
+    def wait(self, step: int) -> None:
+        """Wait until the report of a posted step can be read."""
+        if self._on_cuda:
+            self._events[step % len(self._events)].synchronize()
+
+    def any_ended(self, step: int, slots: Tensor) -> list[int]:
+        """Return the indices into `slots` [num_rows] int64 of rows that finished or failed."""
+        at = step % self.num_steps
+        ended = self._finished[at].index_select(0, slots)
+        ended |= self._failed[at].index_select(0, slots)
+        return ended.nonzero()[:, 0].tolist() if ended.any() else []
+
+    def has_ended(self, step: int, slot: int) -> bool:
+        """Whether a row has finished or failed with a step."""
+        at = step % self.num_steps
+        return bool(self._finished[at, slot]) or bool(self._failed[at, slot])
+
+    def has_failed(self, step: int, slot: int) -> bool:
+        """Whether the logits of a row were NaN in a step."""
+        return bool(self._failed[step % self.num_steps, slot])
+
+    def tokens(self, slot: int, first: int, last: int) -> list[int]:
+        """Return the tokens of a row from step `first` to step `last`."""
+        return _read(self._tokens[:, slot], first % self.num_steps, last - first + 1)
+
+    def logprobs(self, slot: int, first: int, last: int) -> list[float]:
+        """Return the log-probabilities of these tokens."""
+        return _read(self._logprobs[:, slot], first % self.num_steps, last - first + 1)
+
+
+def _read(column: Tensor, start: int, count: int) -> list[int] | list[float]:
+    size = column.shape[0]
+    head = column[start : start + count].tolist()
+    return head if len(head) == count else head + column[: count - (size - start)].tolist()
+
+
+__all__ = ["TokenLog"]

@@ -1,0 +1,282 @@
+"""From GenerationConfig fields to the parameters of an engine's request, or to a clear refusal."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_paged.engine.job import OnOutput
+from torch_paged.engine.params import SamplingParams, StopCheck
+from torch_paged.errors import UnsupportedFeatureError
+from torch_paged.patches import seams
+
+_UNLIMITED = 1 << 40
+_DEFAULT_NEW_TOKENS = 20  # what generate() does without any limit
+_MASK = (1 << 64) - 1
+
+# Fields that an engine cannot honour -> the values under which there is nothing to honour.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "use_mtp": (False,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "remove_invalid_values": (False,),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": (),
+    "sequence_bias": (),
+    "token_healing": (False,),
+    "guidance_scale": (1, 1.0),
+    "watermarking_config": (),
+    "penalty_alpha": (0, 0.0),
+    "dola_layers": (),
+    "diversity_penalty": (0.0,),
+    "constraints": (),
+    "force_words_ids": (),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+}
+_OWN = (
+    "seed",
+    "priority",
+    "deadline",
+    "logprobs",
+    "stop_token_ids",
+    "tokenizer",
+    "on_output",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams:
+    """What one `add_request` asks for.
+
+    Attributes:
+        samples: parameters of each sequence to return.
+        deadline: `time.monotonic()` seconds, or None.
+    """
+
+    samples: tuple[SamplingParams, ...]
+    priority: int = 0
+    deadline: float | None = None
+    on_output: OnOutput | None = None
+
+
+def resolve_params(
+    model: Any,
+    prompt_length: int,
+    generation_config: Any,
+    overrides: dict[str, Any],
+    draw_seed: Callable[[], int],
+) -> RequestParams:
+    """Merge and check what was asked for, by the rules of `generate()`.
+
+    Raises:
+        TypeError: a name is neither a field of GenerationConfig nor one of ours.
+        ValueError: a value is out of its range.
+        UnsupportedFeatureError: a field asks for something that an engine does not do.
+    """
+    own = {name: overrides[name] for name in _OWN if name in overrides}
+    fields = {name: value for name, value in overrides.items() if name not in own}
+    config, unknown = seams.merge_generation_config(model, generation_config, fields)
+    _refuse_unknown(unknown, config)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in neutral:
+            raise UnsupportedFeatureError(
+                f"an engine does not support {name}={value!r}; leave it out, or call "
+                "model.generate() for this request"
+            )
+    eos = _ids("eos_token_id", config.eos_token_id) + _ids(
+        "stop_token_ids", own.get("stop_token_ids")
+    )
+    max_new = _max_new_tokens(model, config, prompt_length)
+    min_new = config.min_new_tokens
+    if min_new is None:
+        min_new = (config.min_length or 0) - prompt_length
+    temperature, top_k, top_p, min_p = _sampling(config)
+    base = dict(
+        max_new_tokens=max_new,
+        min_new_tokens=max(_at_least("min_new_tokens", min_new, None), 0),
+        eos_ids=tuple(dict.fromkeys(eos)),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=_penalty(config.repetition_penalty),
+        suppressed=_suppressed(config, eos),
+        logprobs=bool(own.get("logprobs", False)),
+    )
+    count = _at_least("num_return_sequences", config.num_return_sequences or 1, 1)
+    seed = own.get("seed")
+    seed = draw_seed() if seed is None else int(seed)
+    samples = tuple(
+        SamplingParams(
+            seed=sequence_seed(seed, i),
+            stop_check=_stop_check(config, own.get("tokenizer")),
+            **base,  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    )
+    deadline = own.get("deadline")
+    return RequestParams(
+        samples,
+        priority=int(own.get("priority", 0)),
+        deadline=None if deadline is None else time.monotonic() + float(deadline),
+        on_output=own.get("on_output"),
+    )
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Return the seed of sequence `index` of a request, any 64 bits; index 0 keeps the seed."""
+    # The odd constant of splitmix64 keeps seeds of neighbouring requests apart.
+    return (seed + index * 0x9E3779B97F4A7C15) & _MASK
+
+
+def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
+    for name in unknown:
+        known = [*_OWN, *(field for field in vars(config) if not field.startswith("_"))]
+        close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+        hint = f"did you mean {' or '.join(close)}?" if close else "leave it out"
+        raise TypeError(
+            f"{name!r} is neither a field of GenerationConfig nor one of {', '.join(_OWN)}; {hint}"
+        )
+
+
+def _max_new_tokens(model: Any, config: Any, prompt_length: int) -> int:
+    if config.max_new_tokens is not None:
+        return _at_least("max_new_tokens", config.max_new_tokens, 1)
+    if config.max_length is None:
+        return _DEFAULT_NEW_TOKENS
+    if config.max_length <= prompt_length:
+        raise ValueError(
+            f"max_length must exceed the prompt's {prompt_length} tokens, got "
+            f"{config.max_length}; pass max_new_tokens instead"
+        )
+    return min(config.max_length - prompt_length, _UNLIMITED)
+
+
+def _sampling(config: Any) -> tuple[float, int, float, float]:
+    """Return temperature, top_k, top_p and min_p, neutral where nothing is filtered."""
+    if not config.do_sample:
+        return 0.0, 0, 1.0, 0.0
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    if not temperature >= 0 or math.isinf(temperature):
+        raise ValueError(
+            f"temperature must be a number of at least 0 (0 is greedy), got {temperature}; "
+            "pass e.g. 0.8"
+        )
+    top_k = _at_least("top_k", config.top_k or 0, 0)
+    top_p = 1.0 if config.top_p is None else _fraction("top_p", config.top_p)
+    min_p = 0.0 if config.min_p is None else _fraction("min_p", config.min_p)
+    return temperature, top_k, top_p, min_p
+
+
+def _penalty(value: Any) -> float:
+    penalty = 1.0 if value is None else float(value)
+    if not penalty > 0:
+        raise ValueError(
+            f"repetition_penalty must be greater than 0, got {penalty}; 1.0 changes nothing"
+        )
+    return penalty
+
+
+def _suppressed(config: Any, eos: Sequence[int]) -> tuple[int, ...]:
+    found = list(_ids("suppress_tokens", config.suppress_tokens))
+    for words in config.bad_words_ids or ():
+        if len(words) != 1:
+            raise UnsupportedFeatureError(
+                f"an engine forbids single tokens only, got bad_words_ids with {words}; leave it "
+                "out, or call model.generate() for this request"
+            )
+        # As transformers: an end token is no bad word.
+        found += [] if list(words)[0] in eos else list(words)
+    return tuple(found)
+
+
+def _stop_check(config: Any, tokenizer: Any) -> StopCheck | None:
+    checks: list[StopCheck] = []
+    if config.stop_strings:
+        if tokenizer is None:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} needs a tokenizer; pass tokenizer=..."
+            )
+        criterion = seams.StopStringCriteria(tokenizer, config.stop_strings)
+        checks.append(_StopStrings(criterion))
+    if config.max_time is not None:
+        checks.append(_Time(float(config.max_time)))
+    if not checks:
+        return None
+    return (
+        checks[0] if len(checks) == 1 else lambda prompt, ids: any(c(prompt, ids) for c in checks)
+    )
+
+
+class _StopStrings:
+    """Ask transformers' criterion, which reads at most as many tokens as its strings are long."""
+
+    def __init__(self, criterion: Any) -> None:
+        self._criterion = criterion
+        self._window = int(criterion.maximum_token_len)
+
+    def __call__(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        ids = list(output[-self._window :])
+        if len(ids) < self._window:
+            ids = [*prompt[-(self._window - len(ids)) :], *ids]
+        return bool(self._criterion(torch.tensor([ids]), None))
+
+
+class _Time:
+    """Stop `seconds` after the request was made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __call__(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        return time.monotonic() > self._end
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """Return token ids given as one, several or a tensor; negative ones mean none."""
+    if value is None:
+        return ()
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    values = [value] if isinstance(value, int) else list(value)
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise TypeError(f"{name} must be a token id or several, got {value!r}")
+    return tuple(v for v in values if v >= 0)
+
+
+def _at_least(name: str, value: Any, minimum: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}; pass e.g. {name}=16")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def _fraction(name: str, value: Any) -> float:
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}; pass e.g. {name}=0.9")
+    return float(value)
+
+
+__all__ = ["RequestParams", "resolve_params", "sequence_seed"]
