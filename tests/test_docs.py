@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_paged
 from torch_paged.__main__ import main
+from torch_paged.engine.output import RequestOutput
 from torch_paged.patches.families import FAMILIES
 from torch_paged.report import Report, Stats
 
@@ -78,15 +79,19 @@ def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         max_position_embeddings=256,
     )
     model = LlamaForCausalLM(config).eval()
-    names = {"model": model, "inputs": {"input_ids": torch.arange(5)[None]}}
+    prompts = [[3, 4, 5], list(range(17))]
+    names = {"model": model, "inputs": {"input_ids": torch.arange(5)[None]}, "prompts": prompts}
     expected = model.generate(**names["inputs"], max_new_tokens=128, do_sample=False)
-    use, around = code_blocks(ROOT / "README.md", "python")
+    use, around, batching = code_blocks(ROOT / "README.md", "python")
     assert len(use.strip().splitlines()) == 4
     exec(compile(use, "README.md", "exec"), names)
     assert torch.equal(names["output"], expected)
     assert not torch_paged.is_accelerated(model)
     exec(compile(around, "README.md", "exec"), names)
     assert "tier        fused" in capsys.readouterr().out
+    assert not torch_paged.is_accelerated(model)
+    exec(compile(batching, "README.md", "exec"), names)
+    assert capsys.readouterr().out.count(" length\n") == len(prompts)
     assert not torch_paged.is_accelerated(model)
 
 
@@ -103,7 +108,16 @@ def test_api_page_has_every_setting_with_its_default() -> None:
         assert rows[field.name][0] == f"`{default}`", field.name
 
 
-@pytest.mark.parametrize("record", [Report, Stats], ids=lambda record: record.__name__)
+def test_api_page_has_every_method_of_the_engine() -> None:
+    named = {row.partition("(")[0] for row in api_rows()}
+    methods = {name for name in vars(torch_paged.Engine) if not name.startswith("_")}
+    # For tests of the engine itself.
+    assert methods - named == {"check_integrity"}
+
+
+@pytest.mark.parametrize(
+    "record", [Report, Stats, RequestOutput], ids=lambda record: record.__name__
+)
 def test_api_page_has_every_field_of_the_record(record: type) -> None:
     assert {field.name for field in dataclasses.fields(record)} <= set(api_rows())
 

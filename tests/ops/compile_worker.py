@@ -1,25 +1,28 @@
-"""Compiles a share of the compile targets; run in its own process, without TRITON_INTERPRET.
+"""Compiles compile targets on demand; run in its own process, without TRITON_INTERPRET.
 
-    python compile_worker.py OUT JOB...        JOB = row index ":" capability
-
-Writes one JSON object a job to OUT.
+Reads jobs ``"<row index> <capability>"`` from stdin, a line each, and answers each with a line of
+JSON on stdout.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import traceback
-from pathlib import Path
+import types
 from typing import Any
 
 from targets import OPS, Target, collect
 
-sys.path.insert(0, str(OPS.parents[1]))
+# Kernels compile apart from the layers above them: without running torch_paged/__init__.py, which
+# takes longer to import than most kernels take to compile.
+sys.modules["torch_paged"] = types.ModuleType("torch_paged")
+sys.modules["torch_paged"].__path__ = [str(OPS.parent)]
 
 import triton  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -78,20 +81,29 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return max(int(r) for r, _ in usage), max(int(s) for _, s in usage)
 
 
-def main(out: str, jobs: list[str]) -> None:
-    """Compile the jobs and write their results; an error is a result too."""
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def main() -> None:
+    """Answer jobs until stdin ends; an error is an answer too."""
+    answers = os.fdopen(os.dup(1), "w")
+    # Whatever compilers print must not end up between the answers.
+    os.dup2(2, 1)
     rows = collect()
-    with Path(out).open("w") as file:
-        for job in jobs:
-            index, capability = (int(part) for part in job.split(":"))
-            result: dict[str, Any] = {"id": rows[index].id, "capability": capability}
-            try:
-                result |= compile_target(rows[index], capability)
-            except Exception:
-                result["error"] = traceback.format_exc()[-3000:]
-            file.write(json.dumps(result) + "\n")
-            file.flush()
+    for line in sys.stdin:
+        index, capability = (int(part) for part in line.split())
+        answer: dict[str, Any] = {"id": rows[index].id, "capability": capability}
+        start = _cpu_seconds()
+        try:
+            answer |= compile_target(rows[index], capability)
+        except Exception:
+            answer["error"] = traceback.format_exc()[-3000:]
+        answer["seconds"] = _cpu_seconds() - start
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main()

@@ -10,7 +10,8 @@ A row goes into ``targets_<name>.py`` beside this file::
 
 Arguments that a row does not name are typed by their name: ``*_ptr`` points to the half dtype of
 the device (fp16 on sm_75, bf16 above), ``stride_*`` is an i32 divisible by 16, others are i32.
-``PDL`` is set by the device. Nothing here imports torch or triton.
+``PDL`` is set by the device. The first row of a kernel compiles for all devices, further ones for
+two of them, to keep the check short. Nothing here imports torch or triton.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 OPS = Path(__file__).parents[2] / "torch_paged" / "ops"
 
 #: Shared memory that one program may take, in bytes, by compute capability.
 SHARED_LIMITS = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+#: Devices that every row compiles for: the least shared memory with asynchronous copies, and the
+#: device that the kernels are tuned on. The other devices take the first row of a kernel.
+_EVERY_ROW = (89, 90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Target:
         options: further launch options, e.g. ``{"maxnreg": 128}``.
         hot: runs in every decode step: must not spill registers.
         aligned: pointers and strides are divisible by 16.
-        capabilities: devices to compile for.
+        capabilities: devices that it launches on.
         label: tells rows of one kernel apart.
     """
 
@@ -78,9 +83,19 @@ class Target:
 
 
 def collect() -> list[Target]:
-    """Return the rows of all ``targets_*.py`` files."""
+    """Return the rows of all ``targets_*.py`` files, each with the devices to compile it for."""
     files = sorted(Path(__file__).parent.glob("targets_*.py"))
-    return [row for file in files for row in importlib.import_module(file.stem).TARGETS]
+    rows = [row for file in files for row in importlib.import_module(file.stem).TARGETS]
+    taken: set[tuple[str, int]] = set()
+    for index, row in enumerate(rows):
+        kept = tuple(
+            capability
+            for capability in row.capabilities
+            if capability in _EVERY_ROW or (row.kernel, capability) not in taken
+        )
+        taken.update((row.kernel, capability) for capability in kept)
+        rows[index] = replace(row, capabilities=kept or row.capabilities)
+    return rows
 
 
 def _modules() -> Iterator[tuple[str, ast.Module]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from targets import SHARED_LIMITS, Target
+from targets import Target
 
-_NEWER = tuple(c for c in SHARED_LIMITS if c >= 80)
 _INDEX_TYPES = {
     name: "*i32"
     for name in (
@@ -35,62 +34,75 @@ def _decode(
     label: str,
     *,
     heads: tuple[int, int, int],
-    tile: int,
-    num_stages: int = 3,
-    num_warps: int = 4,
     v_dim: int = 0,
     block_size: int = 16,
+    element_size: int = 2,
     types: Mapping[str, str] | None = None,
-    capabilities: tuple[int, ...] = _NEWER,
+    hot: bool = True,
     **constants: object,
-) -> Target:
-    num_heads, num_kv_heads, head_dim = heads
-    group, v_dim = num_heads // num_kv_heads, v_dim or head_dim
-    fp32_pointers = {f"{n}_ptr": "*fp32" for n in ("cos", "sin", "partial", "stats")}
-    return Target(
-        "paged_attention.decode_kernel:decode_attention_kernel",
-        label=label,
-        types={
-            **{k: v for k, v in _INDEX_TYPES.items() if k != "cu_seqlens_ptr"},
-            **_FLOATS,
-            **fp32_pointers,
-            **(types or {}),
-        },
-        constants={
+) -> list[Target]:
+    """Return a row for each configuration in config.py, cut as decode_launch.py cuts it."""
+    rows = []
+    for name, capabilities, tile_bytes, warps, stages, prefetch in (
+        ("few", (90, 100), 32768, 8, 3, 256),
+        ("many", (90, 100), 32768, 8, 2, 0),
+        ("small", (80, 89), 16384, 4, 2, 0),
+        ("t4", (75,), 16384, 4, 1, 0),
+    ):
+        num_heads, num_kv_heads, head_dim = heads
+        group, v = num_heads // num_kv_heads, v_dim or head_dim
+        power = 1 << (group - 1).bit_length()
+        block_m, block_d, block_dv = max(16, power), _power(head_dim), _power(v)
+        num_warps = warps if block_m < 64 else 8
+        tile = tile_bytes // (max(block_d, block_dv) * element_size)
+        tile = min(tile if element_size == 2 else tile // 2, 512 * num_warps // block_m)
+        shape = {
             "stride_qh": head_dim,
             "stride_kh": head_dim,
-            "stride_vh": v_dim,
+            "stride_vh": v,
+            "stride_kcb": num_kv_heads * block_size * head_dim,
+            "stride_kch": block_size * head_dim,
             "stride_kcs": head_dim,
-            "stride_vcs": v_dim,
+            "stride_vcb": num_kv_heads * block_size * v,
+            "stride_vch": block_size * v,
+            "stride_vcs": v,
             "NUM_KV_HEADS": num_kv_heads,
             "GROUP": group,
             "D": head_dim,
-            "DV": v_dim,
+            "DV": v,
             "HALF": head_dim // 2,
             "BLOCK_SIZE": block_size,
-            "BLOCK_M": _power(group),
-            "BLOCK_D": _power(head_dim),
-            "BLOCK_DV": _power(v_dim),
-            "BLOCK_N": tile,
-            "MERGE_TILE": 16 if v_dim <= 128 else 8,
-            "MERGE_HEADS": min(4, 1 << (group - 1).bit_length()),
-            "NUM_STAGES": num_stages,
+            "ROWS": max(power, min(num_warps, block_m)),
+            "BLOCK_M": block_m,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_N": max(tile, block_size, 16),
+            "MERGE_HEADS": min(power, 8),
+            "NUM_STAGES": stages,
             "FUSED": True,
-            "SPLIT": True,
+            "SPLIT": name != "many",
             "HAS_Q_NORM": False,
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
-            "PREFETCH": 0,
-            "K_LINES": 1,
-            "V_LINES": 1,
-            **_FLAGS,
-            **constants,
-        },
-        num_warps=8 if group >= 64 else num_warps,
-        hot=True,
-        capabilities=capabilities,
-    )
+            "PREFETCH": prefetch,
+            "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),
+            "V_LINES": 1 << (max(v * element_size // 128, 1).bit_length() - 1),
+        }
+        pointers = {f"{n}_ptr": "*fp32" for n in ("cos", "sin", "partial", "stats")}
+        indices = {k: t for k, t in _INDEX_TYPES.items() if k != "cu_seqlens_ptr"}
+        rows.append(
+            Target(
+                "paged_attention.decode_kernel:decode_attention_kernel",
+                label=f"{label}-{name}",
+                types={**indices, **_FLOATS, **pointers, **(types or {})},
+                constants={**_FLAGS, **shape, **constants},
+                num_warps=num_warps,
+                hot=hot,
+                capabilities=capabilities,
+            )
+        )
+    return rows
 
 
 def _prefill(
@@ -100,8 +112,8 @@ def _prefill(
     tile: tuple[int, int],
     num_warps: int,
     num_stages: int,
+    capabilities: tuple[int, ...],
     types: Mapping[str, str] | None = None,
-    capabilities: tuple[int, ...] = _NEWER,
     **constants: object,
 ) -> Target:
     num_heads, num_kv_heads, head_dim = heads
@@ -116,8 +128,9 @@ def _prefill(
         },
         constants={
             "stride_qh": head_dim,
-            "stride_kcs": head_dim,
-            "stride_vcs": head_dim,
+            **{f"stride_{x}cb": num_kv_heads * 16 * head_dim for x in "kv"},
+            **{f"stride_{x}ch": 16 * head_dim for x in "kv"},
+            **{f"stride_{x}cs": head_dim for x in "kv"},
             "NUM_KV_HEADS": num_kv_heads,
             "GROUP": num_heads // num_kv_heads,
             "D": head_dim,
@@ -139,50 +152,47 @@ def _prefill(
 
 _FP32 = {f"{name}_ptr": "*fp32" for name in ("q", "k_cache", "v_cache", "out")}
 _FP32_NEW = {"k_ptr": "*fp32", "v_ptr": "*fp32"}
-_NORMED = {"HAS_Q_NORM": True, "HAS_K_NORM": True}
+_GEMMA = {"HAS_WINDOW": True, "HAS_SOFTCAP": True}
+_LARGE = (80, 90, 100)
 
 TARGETS = [
-    _decode("16x8x128-norm", heads=(16, 8, 128), tile=64, **_NORMED),
-    _decode(
-        "32x8x128-prefetch",
-        heads=(32, 8, 128),
-        tile=128,
-        num_stages=2,
-        num_warps=8,
-        capabilities=(90, 100),
-        PREFETCH=256,
-        K_LINES=2,
-        V_LINES=2,
-    ),
-    _decode("32x8x64", heads=(32, 8, 64), tile=128),
-    _decode("32x8x128", heads=(32, 8, 128), tile=64),
-    _decode("32x8x128-t4", heads=(32, 8, 128), tile=64, num_stages=1, capabilities=(75,)),
-    _decode(
-        "8x4x256-softcap-window", heads=(8, 4, 256), tile=32, HAS_WINDOW=True, HAS_SOFTCAP=True
-    ),
-    _decode("64x8x64-sinks-window", heads=(64, 8, 64), tile=128, HAS_WINDOW=True, HAS_SINKS=True),
-    _decode("32x32x80-partial", heads=(32, 32, 80), tile=64, HALF=16),
-    _decode("14x2x96-interleaved", heads=(14, 2, 96), tile=64, INTERLEAVED=True),
-    _decode("16x16x192-v128", heads=(16, 16, 192), tile=32, v_dim=128),
-    _decode("71x1x64-alibi", heads=(71, 1, 64), tile=128, HALF=0, HAS_ALIBI=True),
-    _decode("32x8x128-fp32", heads=(32, 8, 128), tile=16, types={**_FP32, **_FP32_NEW}),
-    _decode("32x8x128-written", heads=(32, 8, 128), tile=64, HALF=0, FUSED=False),
-    _decode("32x8x128-one-split", heads=(32, 8, 128), tile=64, SPLIT=False),
-    _prefill("32x8x128", heads=(32, 8, 128), tile=(128, 64), num_warps=8, num_stages=3),
-    _prefill("32x8x64", heads=(32, 8, 64), tile=(128, 128), num_warps=8, num_stages=3),
-    _prefill("16x8x128-few", heads=(16, 8, 128), tile=(64, 64), num_warps=4, num_stages=3),
+    *_decode("16x8x128-norm", heads=(16, 8, 128), HAS_Q_NORM=True, HAS_K_NORM=True),
+    *_decode("32x8x64", heads=(32, 8, 64)),
+    *_decode("32x8x128", heads=(32, 8, 128)),
+    *_decode("32x8x128-written", heads=(32, 8, 128), HALF=0, FUSED=False),
+    *_decode("8x4x256-gemma", heads=(8, 4, 256), **_GEMMA),
+    *_decode("64x8x64-sinks", heads=(64, 8, 64), HAS_WINDOW=True, HAS_SINKS=True),
+    *_decode("32x32x80-partial", heads=(32, 32, 80), HALF=16),
+    *_decode("14x2x96-interleaved", heads=(14, 2, 96), INTERLEAVED=True),
+    *_decode("16x16x192-v128", heads=(16, 16, 192), v_dim=128),
+    *_decode("71x1x64-alibi", heads=(71, 1, 64), HALF=0, HAS_ALIBI=True, hot=False),
+    *_decode("32x8x128-fp32", heads=(32, 8, 128), element_size=4, types={**_FP32, **_FP32_NEW}),
     _prefill(
-        "8x4x256-softcap-window",
-        heads=(8, 4, 256),
+        "32x8x128-long",
+        heads=(32, 8, 128),
+        tile=(128, 128),
+        num_warps=8,
+        num_stages=2,
+        capabilities=(90, 100),
+    ),
+    _prefill(
+        "32x8x128",
+        heads=(32, 8, 128),
+        tile=(64, 64),
+        num_warps=4,
+        num_stages=3,
+        capabilities=_LARGE,
+    ),
+    _prefill(
+        "32x8x64", heads=(32, 8, 64), tile=(64, 64), num_warps=4, num_stages=3, capabilities=_LARGE
+    ),
+    _prefill(
+        "32x8x128-small",
+        heads=(32, 8, 128),
         tile=(64, 64),
         num_warps=4,
         num_stages=2,
-        capabilities=(80, 90, 100),
-        HAS_WINDOW=True,
-        HAS_SOFTCAP=True,
-    ),
-    _prefill(
-        "32x8x128-fp32", heads=(32, 8, 128), tile=(32, 32), num_warps=4, num_stages=1, types=_FP32
+        capabilities=(89,),
     ),
     _prefill(
         "32x8x128-t4",
@@ -191,5 +201,50 @@ TARGETS = [
         num_warps=4,
         num_stages=1,
         capabilities=(75,),
+    ),
+    _prefill(
+        "8x4x256-gemma-long",
+        heads=(8, 4, 256),
+        tile=(128, 64),
+        num_warps=8,
+        num_stages=2,
+        capabilities=(90, 100),
+        **_GEMMA,
+    ),
+    _prefill(
+        "8x4x256-gemma",
+        heads=(8, 4, 256),
+        tile=(64, 64),
+        num_warps=8,
+        num_stages=2,
+        capabilities=_LARGE,
+        **_GEMMA,
+    ),
+    _prefill(
+        "8x4x256-gemma-small",
+        heads=(8, 4, 256),
+        tile=(64, 32),
+        num_warps=4,
+        num_stages=1,
+        capabilities=(89,),
+        **_GEMMA,
+    ),
+    _prefill(
+        "8x4x256-gemma-t4",
+        heads=(8, 4, 256),
+        tile=(32, 32),
+        num_warps=4,
+        num_stages=1,
+        capabilities=(75,),
+        **_GEMMA,
+    ),
+    _prefill(
+        "32x8x128-fp32",
+        heads=(32, 8, 128),
+        tile=(32, 32),
+        num_warps=8,
+        num_stages=1,
+        capabilities=(75, *_LARGE),
+        types=_FP32,
     ),
 ]

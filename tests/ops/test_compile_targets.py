@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +30,55 @@ from targets import (  # noqa: E402
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
+# The first test waits for all compilations, about a minute on two idle cores.
+pytestmark = pytest.mark.timeout(1200)
+
 ROWS = collect()
 NUM_WORKERS = min(os.cpu_count() or 1, 8)
 
 
+def _compile_some(jobs: deque[str], log: Path) -> list[dict[str, Any]]:
+    """Take jobs until none is left and have a process of its own answer them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    results = []
+    with (
+        log.open("w") as stream,
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("compile_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            env=environment,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        while jobs:
+            try:
+                job = jobs.popleft()
+            except IndexError:
+                break
+            process.stdin.write(job + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, f"the compiler died on job {job}:\n{log.read_text()[-3000:]}"
+            results.append(json.loads(answer))
+        process.stdin.close()
+    return results
+
+
 def _compile_rows(rows: set[str], folder: Path) -> list[dict[str, Any]]:
     """Compile the rows with these ids in parallel processes and return their results."""
-    jobs = [
-        f"{index}:{capability}"
+    jobs = deque(
+        f"{index} {capability}"
         for index, row in enumerate(ROWS)
         if row.id in rows
         for capability in row.capabilities
-    ]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = str(Path(__file__).with_name("compile_worker.py"))
-    workers = []
-    for number in range(NUM_WORKERS):
-        out, log = folder / f"compiled-{number}.jsonl", folder / f"compiled-{number}.log"
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, script, str(out), *jobs[number::NUM_WORKERS]],
-                env=environment,
-                stdout=stream,
-                stderr=stream,
-            )
-        workers.append((process, out, log))
-    results = []
-    for process, out, log in workers:
-        code = process.wait()
-        assert code == 0, f"a compile worker ended with {code}:\n{log.read_text()[-3000:]}"
-        results += [json.loads(line) for line in out.read_text().splitlines()]
-    return results
+    )
+    logs = [folder / f"compile-{number}.log" for number in range(NUM_WORKERS)]
+    with ThreadPoolExecutor(NUM_WORKERS) as threads:
+        shares = list(threads.map(lambda log: _compile_some(jobs, log), logs))
+    return [result for share in shares for result in share]
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +115,7 @@ def test_kernel_compiles_within_device_limits(
         where = f"{target.id} on sm_{capability}"
         assert "error" not in result, f"{where} does not compile:\n{result['error']}"
         report = "{shared} B shared, {registers} registers, {stack} B stack".format(**result)
+        report += f", compiled in {result['seconds']:.1f} s"
         print(f"{where}: {report}")
         record_property(f"sm_{capability}", report)
         assert result["shared"] <= SHARED_LIMITS[capability], f"{where}: {report}"

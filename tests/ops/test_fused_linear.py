@@ -14,7 +14,12 @@ from torch_paged.ops.fused_linear import (
     fused_linear_reference,
     launch,
 )
-from torch_paged.ops.fused_linear.configs import GemvConfig, SmallGemmConfig
+from torch_paged.ops.fused_linear.configs import (
+    Config,
+    GemvConfig,
+    SmallGemmConfig,
+    TileGemmConfig,
+)
 from torch_paged.ops.glu import ACTIVATIONS, activation_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +27,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GEMV = GemvConfig(rows=2, chunks=1, warps=4, k_warps=2)
 SMALL_GEMM = SmallGemmConfig(rows=16, chunks=1, warps=2, splits=1)
 SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
+TILE_GEMM = TileGemmConfig(rows=16, block_k=32, warps=4, splits=1, stages=2)
+TILE_SPLIT = TileGemmConfig(rows=16, block_k=16, warps=4, splits=2, stages=2)
 
 KERNELS = [
     pytest.param(torch.float32, GEMV, id="gemv-fp32"),
@@ -30,6 +37,14 @@ KERNELS = [
     pytest.param(torch.float16, SMALL_GEMM, id="small_gemm-fp16"),
     pytest.param(torch.bfloat16, SMALL_GEMM, id="small_gemm-bf16"),
     pytest.param(torch.bfloat16, SPLIT, id="split-bf16"),
+    pytest.param(torch.float16, TILE_GEMM, id="tile_gemm-fp16"),
+    pytest.param(torch.bfloat16, TILE_SPLIT, id="tile_split-bf16"),
+]
+SOME_KERNELS = [KERNELS[0], KERNELS[4], KERNELS[7]]
+HALF_KERNELS = [
+    pytest.param(GEMV, id="gemv"),
+    pytest.param(SPLIT, id="split"),
+    pytest.param(TILE_GEMM, id="tile_gemm"),
 ]
 
 
@@ -95,7 +110,7 @@ def oracle(
 
 
 def check(
-    config: GemvConfig | SmallGemmConfig,
+    config: Config,
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None] | None = None,
@@ -123,7 +138,7 @@ def check(
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 17, 33, 64])
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_norm_and_three_weights_match_the_oracle(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, num_tokens: int
+    dtype: torch.dtype, config: Config, num_tokens: int
 ) -> None:
     in_features = 80
     x = randn(num_tokens, in_features, dtype=dtype)
@@ -138,9 +153,9 @@ def test_norm_and_three_weights_match_the_oracle(
     ("gain_dtype", "norm_offset"),
     [(None, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 1.0), (torch.float32, 1.0)],
 )
-@pytest.mark.parametrize("config", [GEMV, SPLIT], ids=["gemv", "split"])
+@pytest.mark.parametrize("config", HALF_KERNELS)
 def test_every_norm_matches_the_oracle(
-    config: GemvConfig | SmallGemmConfig,
+    config: Config,
     gain_dtype: torch.dtype | None,
     norm_offset: float,
     cast_before_gain: bool,
@@ -153,9 +168,9 @@ def test_every_norm_matches_the_oracle(
 
 @pytest.mark.parametrize("sizes", [[5], [8, 16], [16, 1, 15]], ids=str)
 @pytest.mark.parametrize("biased", [0, 1, 2, 3, 5, 7])
-@pytest.mark.parametrize(("dtype", "config"), [KERNELS[0], KERNELS[4]])
+@pytest.mark.parametrize(("dtype", "config"), SOME_KERNELS)
 def test_biases_belong_to_their_weights(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, biased: int, sizes: list[int]
+    dtype: torch.dtype, config: Config, biased: int, sizes: list[int]
 ) -> None:
     biases = [
         randn(n, dtype=dtype, seed=i) if biased >> i & 1 else None for i, n in enumerate(sizes)
@@ -165,9 +180,9 @@ def test_biases_belong_to_their_weights(
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("config", [GEMV, SMALL_GEMM, SPLIT], ids=["gemv", "small_gemm", "split"])
+@pytest.mark.parametrize("config", HALF_KERNELS)
 def test_activations_match_the_oracle(
-    config: GemvConfig | SmallGemmConfig, gated: bool, activation: str
+    config: Config, gated: bool, activation: str
 ) -> None:
     dtype = torch.float16
     x = randn(2, 80, dtype=dtype)
@@ -179,7 +194,7 @@ def test_activations_match_the_oracle(
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_residual_is_added_last_with_its_own_row_stride(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, gated: bool
+    dtype: torch.dtype, config: Config, gated: bool
 ) -> None:
     residual = randn(3, 50, dtype=dtype)[:, 5:45]
     x = randn(3, 64, dtype=dtype)
@@ -189,10 +204,10 @@ def test_residual_is_added_last_with_its_own_row_stride(
 
 @pytest.mark.parametrize("in_features", [1, 31, 33, 63, 64, 65, 144, 224])
 @pytest.mark.parametrize("out_features", [1, 7, 16, 17])
-@pytest.mark.parametrize(("dtype", "config"), [KERNELS[0], KERNELS[4]])
+@pytest.mark.parametrize(("dtype", "config"), SOME_KERNELS)
 def test_any_size_matches_the_oracle(
     dtype: torch.dtype,
-    config: GemvConfig | SmallGemmConfig,
+    config: Config,
     out_features: int,
     in_features: int,
 ) -> None:
@@ -204,7 +219,7 @@ def test_any_size_matches_the_oracle(
 @pytest.mark.parametrize("first", [0, 1, 2, 8])
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_row_strides_and_alignments_are_free(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig, first: int
+    dtype: torch.dtype, config: Config, first: int
 ) -> None:
     columns = slice(first, first + 64)
     x = randn(3, 96, dtype=dtype)[:, columns]
@@ -212,8 +227,8 @@ def test_row_strides_and_alignments_are_free(
     check(config, x, weights)
 
 
-@pytest.mark.parametrize("config", [SMALL_GEMM, SPLIT], ids=["small_gemm", "split"])
-def test_a_large_float16_row_times_its_gain_does_not_overflow(config: SmallGemmConfig) -> None:
+@pytest.mark.parametrize("config", HALF_KERNELS)
+def test_a_large_float16_row_times_its_gain_does_not_overflow(config: Config) -> None:
     x = randn(2, 64, dtype=torch.float16, scale=15000.0)
     gain = randn(64, dtype=torch.float16, scale=40.0)
     out = check(config, x, make_weights([8], 64, x.dtype), None, gain, norm=True, eps=1e-6)
@@ -222,7 +237,7 @@ def test_a_large_float16_row_times_its_gain_does_not_overflow(config: SmallGemmC
 
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_nan_stays_in_its_row(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig
+    dtype: torch.dtype, config: Config
 ) -> None:
     x = randn(3, 64, dtype=dtype)
     x[1, 7] = float("nan")
@@ -241,7 +256,7 @@ def test_nan_stays_in_its_row(
 
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_a_row_does_not_depend_on_its_neighbours(
-    dtype: torch.dtype, config: GemvConfig | SmallGemmConfig
+    dtype: torch.dtype, config: Config
 ) -> None:
     x = randn(20, 160, dtype=dtype)
     weights = make_weights([24], 160, dtype)
@@ -256,13 +271,23 @@ def test_a_row_does_not_depend_on_its_neighbours(
 
 
 @pytest.mark.parametrize("splits", [2, 3, 4])
-def test_split_sums_without_counters_or_beyond_the_tiles_still_match(splits: int) -> None:
-    config = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=splits)
+@pytest.mark.parametrize("kind", [SMALL_GEMM, TILE_GEMM], ids=["small_gemm", "tile_gemm"])
+def test_split_sums_match_and_are_left_whole_without_counters(kind: Config, splits: int) -> None:
+    config = kind._replace(splits=splits)
     x = randn(5, 160, dtype=torch.bfloat16)
     weights = make_weights([40], 160, x.dtype)
-    with_counters = check(config, x, weights)
-    without = launch._launch_fused_linear(x, weights, [], config=config)
-    torch.testing.assert_close(with_counters, without, rtol=2**-7, atol=2**-7)
+    check(config, x, weights, norm=True, eps=1e-6)
+    without = launch._launch_fused_linear(x, weights, [], norm=True, eps=1e-6, config=config)
+    whole = check(kind, x, weights, norm=True, eps=1e-6)
+    assert torch.equal(without, whole)
+
+
+@pytest.mark.parametrize("in_features", [64, 128, 200, 320])
+def test_any_number_of_tiles_and_stages_matches(in_features: int) -> None:
+    x = randn(3, in_features, dtype=torch.bfloat16)
+    weights = make_weights([24], in_features, x.dtype)
+    for kind in (SMALL_GEMM, TILE_GEMM._replace(stages=1), TILE_GEMM._replace(stages=3)):
+        check(kind, x, weights, norm=True, eps=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

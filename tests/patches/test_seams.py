@@ -39,7 +39,7 @@ def test_seam_is_counted_and_leaves_foreign_patches_alone():
     def ours(self, *args, **kwargs):
         return None
 
-    seam = seams.SampleSeam()
+    seam = seams.MethodSeam("_sample")
     try:
         seam.install(ours)
         seam.install(ours)
@@ -124,3 +124,7 @@ def test_hooks_left_by_hidden_states_are_recognised():
     model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
     hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
     assert hooks and all(seams.is_output_capturing_hook(hook) for hook in hooks)
+
+
+def test_beams_and_assistants_are_decoding_methods_of_their_own():
+    assert {"_sample", "_beam_search", "_assisted_decoding"} <= set(seams.DECODING_SEAMS)

@@ -54,16 +54,24 @@ class ModuleWatch:
                 stores: tuple[dict[str, Any], ...] = (parent._parameters, parent._buffers)
                 for store in stores:
                     self._tensors += [(store, n) for n, t in store.items() if t is not None]
+        self._constants = [
+            (parent.__dict__, name)
+            for parent in root.modules()
+            if not isinstance(parent, nn.Linear | nn.Embedding)
+            for name, value in parent.__dict__.items()
+            if type(value) in (int, float)
+        ]
         self._seen_structure = self._structure()
 
     def _structure(self) -> tuple[object, ...]:
         patched = tuple(i for i, d in enumerate(self._call_dicts) if "forward" in d)
         hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
         hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
-        return patched, hooked, hook_ids
+        constants = tuple(store.get(name) for store, name in self._constants)
+        return patched, hooked, hook_ids, constants
 
     def structure_changed(self) -> bool:
-        """Say whether a module was replaced, or hooks or an instance forward came or went."""
+        """Say whether modules, hooks, instance forwards or numbers such as eps have changed."""
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
         return self._structure() != self._seen_structure

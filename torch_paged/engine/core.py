@@ -53,7 +53,7 @@ class EngineCore:
         self.step = step
         self.config = config
         self.counters = Counters()
-        self._device = step.device
+        self.made_for = (step.device, step.dtype)
         self.max_model_len = max_model_len
         named = config.kv_cache_dtype
         self._kv_dtype = step.dtype if named == "auto" else getattr(torch, named)
@@ -126,11 +126,6 @@ class EngineCore:
     @property
     def device(self) -> torch.device:
         return self.step.device
-
-    @property
-    def bound_device(self) -> torch.device:
-        """Device for which this core was made."""
-        return self._device
 
     def prepare(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
         """Make state and pool large enough for a batch, and notice moved weights.

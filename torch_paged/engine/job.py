@@ -80,12 +80,12 @@ class Batch(NamedTuple):
     """The rows that decode in a step: the same object while nothing changes.
 
     Attributes:
-        index: [num_rows] int64 slots, on the host.
-        on_device: the slots as the runner takes them.
+        slots: [num_rows] int64, on the host.
+        on_device: the same as the runner takes them.
     """
 
     rows: tuple[Row, ...]
-    index: Tensor
+    slots: Tensor
     on_device: Rows
 
 

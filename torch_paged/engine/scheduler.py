@@ -162,8 +162,11 @@ class Scheduler:
             self._end(self._requests[request_id], reason, error)
 
     def recompute(self, request_id: Hashable) -> None:
-        """Send a running request back in line: the KV of its last prefill is in doubt."""
-        self._preempt_request(self._requests[request_id], trusted=False)
+        """Send a request back in line whose prefill of the newest step could not run."""
+        request = self._requests[request_id]
+        # A token that was to be sampled behind it has been counted.
+        request.num_output_tokens -= request_id in self._draft.started
+        self._preempt_request(request, trusted=False)
 
     def schedule(self, *, decode: bool = True) -> ScheduledStep:
         """Return the next step, which counts as launched: launch it before the next call.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -68,14 +70,16 @@ class TokenLog:
 
     def tokens(self, slot: int, first: int, last: int) -> list[int]:
         """Return the tokens of a row from step `first` to step `last`."""
-        return _read(self._tokens[:, slot], first % self.num_steps, last - first + 1)
+        count = last - first + 1
+        return cast("list[int]", _read(self._tokens[:, slot], first % self.num_steps, count))
 
     def logprobs(self, slot: int, first: int, last: int) -> list[float]:
         """Return the log-probabilities of these tokens."""
-        return _read(self._logprobs[:, slot], first % self.num_steps, last - first + 1)
+        count = last - first + 1
+        return cast("list[float]", _read(self._logprobs[:, slot], first % self.num_steps, count))
 
 
-def _read(column: Tensor, start: int, count: int) -> list[int] | list[float]:
+def _read(column: Tensor, start: int, count: int) -> list[int | float]:
     size = column.shape[0]
     head = column[start : start + count].tolist()
     return head if len(head) == count else head + column[: count - (size - start)].tolist()

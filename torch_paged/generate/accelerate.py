@@ -13,7 +13,7 @@ from torch import nn
 from torch_paged.config import Config
 from torch_paged.errors import UnsupportedModelError
 from torch_paged.generate.registry import add_session, find_session, remove_session
-from torch_paged.generate.sample import sample
+from torch_paged.generate.methods import DECODING_METHODS
 from torch_paged.generate.session import Session
 from torch_paged.log import warn_once
 from torch_paged.patches import seams
@@ -60,13 +60,19 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         )
     old = find_session(target)
     if old is None:
-        seams.SAMPLE_SEAM.install(sample)
-        # One use of the seam per model, given back by restore() or by the model's end.
-        _FINALIZERS[target] = weakref.finalize(target, seams.SAMPLE_SEAM.uninstall)
+        for name, replacement in DECODING_METHODS.items():
+            seams.DECODING_SEAMS[name].install(replacement)
+        # One use of the seams per model, given back by restore() or by the model's end.
+        _FINALIZERS[target] = weakref.finalize(target, _uninstall)
     else:
         old.release()
     add_session(target, session)
     return model
+
+
+def _uninstall() -> None:
+    for name in DECODING_METHODS:
+        seams.DECODING_SEAMS[name].uninstall()
 
 
 _FINALIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -143,10 +149,12 @@ def unwrap(model: object) -> nn.Module:
     """Return the transformers model inside the known wrappers."""
     inner, seen = model, 0
     while isinstance(inner, nn.Module) and not seams.is_pretrained_model(inner) and seen < 8:
-        found = [v for name in _WRAPPED if isinstance(v := getattr(inner, name, None), nn.Module)]
-        if not found:
+        # Wrappers forward attributes to what they wrap, so only their own children count.
+        children = inner._modules
+        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
+        if found is None:
             break
-        inner, seen = found[0], seen + 1
+        inner, seen = found, seen + 1
     if not seams.is_pretrained_model(inner) or not isinstance(inner, nn.Module):
         raise TypeError(
             f"model must be a causal LM of transformers (PreTrainedModel), got "

@@ -20,6 +20,8 @@ _UNDERSTOOD_KWARGS = {
     "use_cache",
     "logits_to_keep",
     "cache_position",
+    # For criteria that were built from it.
+    "tokenizer",
     *seams.CACHE_NAMES,
 }
 
@@ -55,7 +57,11 @@ class Decision:
 
 def decide(model: Any, session: Session, call: Call) -> Decision:
     """Choose the path of a call; reads the call's tensors only where it must."""
-    reasons = _model_reasons(model, session) or _call_reasons(model, session, call)
+    reasons = (
+        opted_out(call.generation_config)
+        or _model_reasons(model, session)
+        or _call_reasons(model, session, call)
+    )
     if not reasons:
         reasons = _mask_reasons(session, call)
     if not reasons and (reason := session.self_test_reason()):
@@ -69,6 +75,14 @@ def decide(model: Any, session: Session, call: Call) -> Decision:
     return Decision(loop, why, max_new_tokens, eos_ids)
 
 
+OPTED_OUT = "generation_config.torch_paged is False"
+
+
+def opted_out(config: Any) -> list[str]:
+    """Return the reason if this call asked for Hugging Face's own code."""
+    return [OPTED_OUT] if getattr(config, "torch_paged", None) is False else []
+
+
 def _model_reasons(model: Any, session: Session) -> list[str]:
     if seams.overrides_sample(model):
         return [f"{type(model).__name__} has a decoding loop of its own"]
@@ -79,7 +93,7 @@ def _model_reasons(model: Any, session: Session) -> list[str]:
         return []
     if session.dropout:
         return [session.dropout]
-    if getattr(model, "is_gradient_checkpointing", False):
+    if seams.checkpoints_activations(model):
         return ["gradient checkpointing in training mode drops the cache"]
     return []
 
@@ -87,8 +101,6 @@ def _model_reasons(model: Any, session: Session) -> list[str]:
 def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     config, kwargs = call.generation_config, call.model_kwargs
     reasons = []
-    if getattr(config, "torch_paged", None) is False:
-        reasons.append("generation_config.torch_paged is False")
     if call.synced_gpus:
         reasons.append("synced_gpus")
     if not kwargs.get("use_cache", True):
@@ -124,14 +136,15 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
 
 def _mask_reasons(session: Session, call: Call) -> list[str]:
     mask = call.model_kwargs.get("attention_mask")
+    embeds = call.model_kwargs.get("inputs_embeds")
+    width = call.input_ids.shape[1] if embeds is None else embeds.shape[1]
+    positions = call.model_kwargs.get("position_ids")
+    if positions is not None and (positions.dim() != 2 or positions.shape[1] != width):
+        return ["position_ids are not those of the prompt"]
     if mask is None:
         return []
     if mask.dim() != 2:
         return [f"a {mask.dim()}-D attention mask"]
-    width = call.input_ids.shape[1]
-    embeds = call.model_kwargs.get("inputs_embeds")
-    if embeds is not None:
-        width = embeds.shape[1]
     if mask.shape[1] != width:
         return ["the attention mask is longer than the prompt"]
     real = mask != 0

@@ -144,6 +144,35 @@ def resolve_params(
     )
 
 
+def prompt_list(prompt_ids: Any, model: Any) -> list[int]:
+    """Return the prompt as a list of ids that the embedding has."""
+    if isinstance(prompt_ids, str):
+        raise TypeError(
+            "prompt_ids must be token ids, got a string; pass tokenizer(text).input_ids"
+        )
+    if hasattr(prompt_ids, "tolist"):
+        if len(prompt_ids.shape) == 2 and prompt_ids.shape[0] == 1:
+            prompt_ids = prompt_ids[0]
+        if len(prompt_ids.shape) != 1:
+            raise ValueError(
+                f"prompt_ids must be one prompt, [num_tokens], got {list(prompt_ids.shape)}; add "
+                "each prompt with a call of its own, without padding"
+            )
+        prompt_ids = prompt_ids.tolist()
+    ids = list(prompt_ids)
+    if not ids:
+        raise ValueError("prompt_ids must have at least 1 token, got 0")
+    if not all(isinstance(i, int) for i in ids):
+        raise TypeError(f"prompt_ids must be integers, got {ids[:3]!r}...; pass token ids")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(
+            f"prompt_ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}; use the "
+            "model's own tokenizer"
+        )
+    return ids
+
+
 def sequence_seed(seed: int, index: int) -> int:
     """Return the seed of sequence `index` of a request, any 64 bits; index 0 keeps the seed."""
     # The odd constant of splitmix64 keeps seeds of neighbouring requests apart.
@@ -279,4 +308,4 @@ def _fraction(name: str, value: Any) -> float:
     return float(value)
 
 
-__all__ = ["RequestParams", "resolve_params", "sequence_seed"]
+__all__ = ["RequestParams", "prompt_list", "resolve_params", "sequence_seed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.sampler import GreedySampler, HfOrderSampler, Sampler
 from torch_paged.errors import UnsupportedFeatureError
-from torch_paged.generate.decide import Call, Decision, decide
+from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
@@ -63,14 +63,23 @@ def sample(
             tier = session.decide_tier()
             session.last_call = CallReport(tier, decision.loop, tuple(decision.reasons))
             return _run(session, call, decision)
-        if session.config.on_unsupported == "raise":
-            raise UnsupportedFeatureError(
-                f"this call cannot run on the accelerated path: {'; '.join(decision.reasons)}; "
-                "change the call, or pass on_unsupported='fallback'"
-            )
-        session.record_fallback(decision.reasons)
         # Still under the lock: the model must not be switched while its own loop runs.
-        return original()
+        return fall_back(session, decision.reasons, original)
+
+
+def fall_back(session: Session, reasons: list[str], original: Callable[[], Any]) -> Any:
+    """Run Hugging Face's own code and note why, or raise if that was asked for.
+
+    Raises:
+        UnsupportedFeatureError: with ``on_unsupported="raise"``; never for a call that opted out.
+    """
+    if session.config.on_unsupported == "raise" and reasons != [OPTED_OUT]:
+        raise UnsupportedFeatureError(
+            f"this call cannot run on the accelerated path: {'; '.join(reasons)}; "
+            "change the call, or pass on_unsupported='fallback'"
+        )
+    session.record_fallback(reasons)
+    return original()
 
 
 @contextlib.contextmanager
@@ -207,7 +216,7 @@ def _pack(session: Session, call: Call) -> PackedPrompts:
         flat = real.reshape(-1).nonzero().squeeze(1)
 
     def packed(values: Tensor) -> Tensor:
-        values = values.to(device).reshape(rows * width, *values.shape[2:])
+        values = values.to(device).reshape(rows * width, *values.shape[2:]).contiguous()
         return values if flat is None else values.index_select(0, flat)
 
     return PackedPrompts(

@@ -24,7 +24,7 @@ from torch_paged.engine.request import Request
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.accelerate import accelerate, restore, unwrap
 from torch_paged.generate.registry import find_session
-from torch_paged.generate.request_params import resolve_params
+from torch_paged.generate.request_params import prompt_list, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
 
@@ -128,6 +128,7 @@ class Engine:
 
         Several threads may stream at the same time: each gets all outputs.
         """
+        self._session()
         with self._listening(tokens=True) as mailbox:
             while self._has_work():
                 self._advance(tokens=True)
@@ -136,6 +137,7 @@ class Engine:
 
     def run(self) -> dict[Hashable, RequestOutput]:
         """Step until no request is left; return the last output of each that ended meanwhile."""
+        self._session()
         with self._listening(tokens=False) as mailbox:
             while self._has_work():
                 self._advance(tokens=False)
@@ -187,6 +189,21 @@ class Engine:
         """Whether every request has ended and its end was reported."""
         return not self._has_work()
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot now."""
+        return 0 if self._engine is None else self._engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot, or prefill."""
+        return max(len(self._live) - self.num_running, 0)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running sequence was sent back in line for lack of KV blocks."""
+        return 0 if self._engine is None else self._engine.num_preemptions
+
     def weights_changed(self) -> None:
         """Say that parameters were written: cached prefixes are dropped."""
         session = self._session()
@@ -232,7 +249,7 @@ class Engine:
         private: bool = False,
     ) -> Hashable:
         session = self._session()
-        ids = _prompt(prompt_ids, self._target)
+        ids = prompt_list(prompt_ids, self._target)
         params = resolve_params(
             self._target, len(ids), generation_config, overrides, self._draw_seed
         )
@@ -376,35 +393,6 @@ class _Cancel:
 
     def __init__(self, request_id: Hashable) -> None:
         self.request_id = request_id
-
-
-def _prompt(prompt_ids: Any, model: Any) -> list[int]:
-    """Return the prompt as a list of ids that the embedding has."""
-    if isinstance(prompt_ids, str):
-        raise TypeError(
-            "prompt_ids must be token ids, got a string; pass tokenizer(text).input_ids"
-        )
-    if hasattr(prompt_ids, "tolist"):
-        if len(prompt_ids.shape) == 2 and prompt_ids.shape[0] == 1:
-            prompt_ids = prompt_ids[0]
-        if len(prompt_ids.shape) != 1:
-            raise ValueError(
-                f"prompt_ids must be one prompt, [num_tokens], got {list(prompt_ids.shape)}; add "
-                "each prompt with a call of its own, without padding"
-            )
-        prompt_ids = prompt_ids.tolist()
-    ids = list(prompt_ids)
-    if not ids:
-        raise ValueError("prompt_ids must have at least 1 token, got 0")
-    if not all(isinstance(i, int) for i in ids):
-        raise TypeError(f"prompt_ids must be integers, got {ids[:3]!r}...; pass token ids")
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(
-            f"prompt_ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}; use the "
-            "model's own tokenizer"
-        )
-    return ids
 
 
 __all__ = ["Engine"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import weakref
@@ -20,11 +21,13 @@ from torch_paged.ops.triton_compat import HAS_TRITON
 from torch_paged.patches.families import dropout_reason, hook_reason, read_spec
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.seams import global_forward_hooks
 from torch_paged.report import CallReport, Report, SlotRow, Stats
 
 Tier = Literal["fused", "patched", "eager"]
 
 _OLDEST_CAPABILITY = (7, 5)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Columns of the block table at the start; longer rows widen it.
 _MAX_TABLE_TOKENS = 131072
 
@@ -99,8 +102,8 @@ class Session:
         if self.step is None or self.core is None:
             changed = self._placement != (placement_reason(self.model) or hook_reason(self.model))
         else:
-            changed = self.step.watch.structure_changed()
-            changed |= self.step.device != self.core.bound_device
+            changed = self.step.watch.structure_changed() or any(global_forward_hooks())
+            changed |= (self.step.device, self.step.dtype) != self.core.made_for
         if changed:
             self.read()
 
@@ -113,7 +116,9 @@ class Session:
             key = (self.step.device, self.step.dtype)
             if key in self._verified:
                 break
+            counters = dataclasses.replace(self.core.counters)
             reason = selftest_reason(self.model, self.core)
+            self.core.counters = counters
             if not reason:
                 self._verified.add(key)
                 break
@@ -190,6 +195,9 @@ def placement_reason(model: Any) -> str:
     if len(devices) > 1:
         return "it is spread over " + ", ".join(sorted(map(str, devices)))
     (device,) = devices
+    dtype = model.get_input_embeddings().weight.dtype
+    if dtype not in _DTYPES:
+        return f"its embeddings are {str(dtype).removeprefix('torch.')}"
     if device.type == "cpu":
         return ""
     if device.type != "cuda" or torch.version.hip:

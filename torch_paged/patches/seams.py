@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation import logits_process, stopping_criteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # 5.24 renamed the forward argument and the output field `past_key_values` to `cache`.
@@ -46,47 +46,57 @@ SCORE_WARPERS: dict[type, tuple[str, ...]] = {
     logits_process.MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
 }
 
-_SampleMethod = Callable[..., Any]
+DecodingMethod = Callable[..., Any]
 
 
-class SampleSeam:
-    """The one patch of `GenerationMixin._sample`, gone with the last accelerated model."""
+class MethodSeam:
+    """One patched method of `GenerationMixin`, gone with the last accelerated model."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.Lock()
         self._users = 0
-        self._original: _SampleMethod | None = None
-        self._installed: _SampleMethod | None = None
+        self._original: DecodingMethod | None = None
+        self._installed: DecodingMethod | None = None
 
     @property
-    def original(self) -> _SampleMethod:
+    def original(self) -> DecodingMethod:
         """Return transformers' own method (or whatever stood there when we came)."""
-        return self._original if self._original is not None else GenerationMixin._sample
+        return self._original if self._original is not None else self._current()
 
-    def install(self, replacement: _SampleMethod) -> None:
+    def _current(self) -> DecodingMethod:
+        method: DecodingMethod = getattr(GenerationMixin, self._name)
+        return method
+
+    def install(self, replacement: DecodingMethod) -> None:
         """Patch on the first use; later uses only count.
 
         A foreign patch over ours calls ours, so patching over it again would loop for ever.
         """
         with self._lock:
-            gone = GenerationMixin._sample is self._original
+            gone = self._current() is self._original
             if self._users == 0 and (self._installed is None or gone):
-                self._original = GenerationMixin._sample
+                self._original = self._current()
                 self._installed = replacement
-                GenerationMixin._sample = replacement
+                setattr(GenerationMixin, self._name, replacement)
             self._users += 1
 
     def uninstall(self) -> None:
         """Put the original back after the last use, unless someone patched over ours."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and GenerationMixin._sample is self._installed:
-                assert self._original is not None
-                GenerationMixin._sample = self._original
+            if self._users == 0 and self._current() is self._installed:
+                setattr(GenerationMixin, self._name, self._original)
                 self._original = self._installed = None
 
 
-SAMPLE_SEAM = SampleSeam()
+# Every decoding method that generate looks up on the type.
+DECODING_SEAMS = {
+    name: MethodSeam(name)
+    for name in dict.fromkeys(GENERATION_MODES_MAPPING.values())
+    if hasattr(GenerationMixin, name)
+}
+SAMPLE_SEAM = DECODING_SEAMS["_sample"]
 
 
 def overrides_sample(model: nn.Module) -> bool:
@@ -219,3 +229,12 @@ class PassThroughCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         return length, 0
+
+
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Say whether activations are recomputed in training, which drops the cache meanwhile."""
+    # The older name warns where the newer one exists.
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(type(model), name):
+            return bool(getattr(model, name))
+    return False

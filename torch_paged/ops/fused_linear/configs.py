@@ -1,4 +1,4 @@
-"""Launch configurations of `fused_linear`: their two kinds, the measured table, the rules."""
+"""Launch configurations of `fused_linear`: their kinds, the measured table, the rules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 MAX_KERNEL_ROWS = 64
 
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
-NUM_COUNTERS = 1024
+NUM_COUNTERS = 4096
 
 # The kernel keeps the order of a sum for a configuration, so few buckets make few orders.
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64)
 
 
 class GemvConfig(NamedTuple):
@@ -45,7 +45,23 @@ class SmallGemmConfig(NamedTuple):
     registers: int = 128
 
 
-_KINDS = {"gemv": GemvConfig, "small_gemm": SmallGemmConfig}
+class TileGemmConfig(NamedTuple):
+    """Tensor cores: tiles of `rows` output features x `block_k`, `stages` of them in flight."""
+
+    rows: int
+    block_k: int
+    warps: int
+    splits: int
+    stages: int
+
+
+Config = GemvConfig | SmallGemmConfig | TileGemmConfig
+
+KINDS: dict[str, type[Config]] = {
+    "gemv": GemvConfig,
+    "small_gemm": SmallGemmConfig,
+    "tile_gemm": TileGemmConfig,
+}
 
 
 class Problem(NamedTuple):
@@ -78,7 +94,7 @@ def device_key(device: torch.device) -> tuple[int, int]:
 
 def choose_config(
     key: tuple[int, int], problem: Problem, dtype: torch.dtype, can_split: bool
-) -> GemvConfig | SmallGemmConfig | None:
+) -> Config | None:
     """Return the configuration for a problem; None: compose torch ops."""
     if problem.num_tokens > MAX_KERNEL_ROWS:
         return None
@@ -89,24 +105,31 @@ def choose_config(
         return _gemv_rule(key, problem, 8) if problem.num_tokens <= 8 else None
     config = _measured(key, problem)
     if config is None:
-        config = _small_gemm_rule(key, problem)
-    if isinstance(config, SmallGemmConfig) and config.splits > 1 and not can_split:
+        config = _rule(key, problem)
+    if not (can_split or isinstance(config, GemvConfig)):
         config = config._replace(splits=1)
     return config
 
 
-def _measured(key: tuple[int, int], problem: Problem) -> GemvConfig | SmallGemmConfig | None:
-    entry = TABLE.get(key, {}).get(
-        (
-            token_bucket(problem.num_tokens),
-            size_class(problem.num_rows),
-            size_class(problem.in_features),
-            problem.gated,
-        )
-    )
-    if entry is None:
+# How many half octaves, over both dimensions, a measured shape may be away.
+_NEAR = 4
+
+
+@functools.cache
+def _measured(key: tuple[int, int], problem: Problem) -> Config | None:
+    """Return the configuration measured on this kind of device for the nearest shape."""
+    bucket = token_bucket(problem.num_tokens)
+    n_class, k_class = size_class(problem.num_rows), size_class(problem.in_features)
+    distances = {
+        shape: abs(shape[1] - n_class) + abs(shape[2] - k_class)
+        for shape in TABLE.get(key, {})
+        if shape[0] == bucket and shape[3] == problem.gated
+    }
+    nearest = min(distances, key=distances.__getitem__, default=None)
+    if nearest is None or distances[nearest] > _NEAR:
         return None
-    return _KINDS[entry[0]](*entry[1:])
+    kind, *fields = TABLE[key][nearest]
+    return KINDS[kind](*fields)
 
 
 def size_class(size: int) -> int:
@@ -123,21 +146,32 @@ def _power_of_two_up_to(limit: int, cap: int) -> int:
 def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     streams = 2 if problem.gated else 1
     steps = -(-problem.in_features // (32 * vec))
-    warps = 4 if steps <= 16 else 8
-    rows = _power_of_two_up_to(problem.num_rows // (streams * key[1] * 4), 2 // streams)
-    most = 8 // (rows * streams) if problem.num_tokens < 4 else 2
-    chunks = _power_of_two_up_to(-(-steps // warps), most)
-    return GemvConfig(rows, chunks, warps, warps, 128 if problem.num_tokens <= 2 else 255)
+    most = 16 if problem.in_features > 4096 else 8
+    k_warps = 1 if steps <= 4 else _power_of_two_up_to(-(-steps // 2), most // 2)
+    rows = _power_of_two_up_to(problem.num_rows // (streams * key[1] * 2), 2)
+    chunks = _power_of_two_up_to(-(-steps // k_warps), 2 if problem.num_tokens < 4 else 1)
+    registers = 80 if problem.num_tokens == 1 else 128 if problem.num_tokens < 4 else 255
+    return GemvConfig(rows, chunks, max(k_warps, 4), k_warps, registers)
+
+
+def _rule(key: tuple[int, int], problem: Problem) -> Config:
+    if problem.num_tokens <= 2:
+        return _gemv_rule(key, problem, 8)
+    if problem.num_tokens <= 16:
+        return _small_gemm_rule(key, problem)
+    return _tile_gemm_rule(key, problem)
 
 
 def _small_gemm_rule(key: tuple[int, int], problem: Problem) -> SmallGemmConfig:
-    tokens = token_bucket(problem.num_tokens)
     streams = 2 if problem.gated else 1
-    rows = 8 if problem.num_rows < 16 * 2 * key[1] * streams else 16
-    if tokens >= 32 and not problem.gated:
-        rows = max(rows, 16)
-    warps = 4 if problem.in_features <= 1024 else 8
+    rows = 8 if problem.num_rows < 64 * key[1] * streams else 16
     # Loads in flight: 16 bytes a lane for each 8 rows and chunk.
-    budget = max(8 // (rows // 8 * streams), 1) if tokens <= 16 else 2
-    chunks = _power_of_two_up_to(-(-problem.in_features // (32 * warps)), budget)
-    return SmallGemmConfig(rows, chunks, warps, 1, 128 if tokens <= 16 else 255)
+    budget = max(8 // (rows // 8 * streams), 1)
+    chunks = _power_of_two_up_to(-(-problem.in_features // (32 * 8)), min(budget, 4))
+    return SmallGemmConfig(rows, chunks, 8, 1)
+
+
+def _tile_gemm_rule(key: tuple[int, int], problem: Problem) -> TileGemmConfig:
+    streams = 2 if problem.gated else 1
+    rows = 16 if problem.num_rows <= 32 * key[1] * streams else 32
+    return TileGemmConfig(rows, 128 // streams, 4, 1, 3)

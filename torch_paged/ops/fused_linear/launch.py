@@ -9,15 +9,18 @@ from torch import Tensor
 
 from torch_paged.ops.fused_linear.configs import (
     NUM_COUNTERS,
+    Config,
     GemvConfig,
     Problem,
     SmallGemmConfig,
+    TileGemmConfig,
     choose_config,
     device_key,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
+from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
 
 
@@ -49,7 +52,7 @@ def _launch_fused_linear(
     gated: bool = False,
     counters: Tensor | None = None,
     *,
-    config: GemvConfig | SmallGemmConfig | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Launch the kernel of `config`, or of the configuration chosen for the problem."""
     num_tokens, in_features = x.shape
@@ -115,7 +118,7 @@ def _launch_fused_linear(
     if isinstance(config, GemvConfig):
         _start_gemv(config, num_tokens, sizes, pointers, numbers, constants)
     else:
-        _start_small_gemm(config, num_tokens, sizes, pointers, numbers, constants, counters)
+        _start_gemm(config, num_tokens, sizes, pointers, numbers, constants, counters)
     return out
 
 
@@ -149,8 +152,8 @@ def _start_gemv(
     )
 
 
-def _start_small_gemm(
-    config: SmallGemmConfig,
+def _start_gemm(
+    config: SmallGemmConfig | TileGemmConfig,
     num_tokens: int,
     sizes: Sequence[int],
     pointers: tuple[Tensor, ...],
@@ -158,12 +161,19 @@ def _start_small_gemm(
     constants: dict[str, object],
     counters: Tensor | None,
 ) -> None:
-    tokens = max(triton.next_power_of_2(num_tokens), 8)
-    rows, chunks, warps, splits, registers = config
+    rows = config.rows
+    options: dict[str, object] = {}
+    if isinstance(config, SmallGemmConfig):
+        kernel, tokens = _small_gemm_kernel, max(triton.next_power_of_2(num_tokens), 8)
+        step = config.chunks * 32 * config.warps
+        options = {"CHUNKS": config.chunks, "WARPS": config.warps, "maxnreg": config.registers}
+    else:
+        kernel, tokens = _tile_gemm_kernel, max(triton.next_power_of_2(num_tokens), 16)
+        step = config.block_k
+        options = {"BLOCK_K": step, "STAGES": config.stages}
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     # Every share of in_features must have something to sum.
-    step = chunks * 32 * warps
-    splits = min(splits, triton.cdiv(constants["K"], step))
+    splits = min(config.splits, triton.cdiv(constants["K"], step))
     if counters is None or num_blocks > NUM_COUNTERS:
         splits = 1
     partials = counter = pointers[-1]
@@ -173,22 +183,20 @@ def _start_small_gemm(
             num_blocks * splits * slot, dtype=torch.float32, device=counters.device
         )
         counter = counters
-    _small_gemm_kernel[(num_blocks, splits)](
+    kernel[(num_blocks, splits)](
         *pointers,
         partials,
         counter,
         *numbers,
         **constants,
+        **options,
         TOKENS=tokens,
         ROWS=rows,
-        CHUNKS=chunks,
-        WARPS=warps,
         SPLITS=splits,
         EVEN_K=constants["K"] % (step * splits) == 0,
         EVEN_N=all(n % rows == 0 for n in sizes),
         # The interpreter cannot multiply bfloat16.
         UPCAST=INTERPRETED,
-        num_warps=warps,
+        num_warps=config.warps,
         num_stages=1,
-        maxnreg=registers,
     )

@@ -106,6 +106,56 @@ def load_residual(residual_ptr, stride, tokens, columns, mask, HAS_RESIDUAL: tl.
 
 
 @triton.jit
+def merge_splits(
+    y,
+    y_up,
+    squares,
+    partials_ptr,
+    counters_ptr,
+    block_id,
+    split,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+):
+    """Hand over one split's sums; the split that arrives last gets the sums over all.
+
+    Every split has a slot in `partials`: y [ROWS, TOKENS], y_up likewise, squares [TOKENS]. They
+    are added in the order of the splits, whoever does it. Leaves the counter zero.
+    """
+    SLOT: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1) + TOKENS
+    UP: tl.constexpr = ROWS * TOKENS
+    r_token = tl.arange(0, TOKENS)
+    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + r_token[None, :]
+    base = partials_ptr + block_id.to(tl.int64) * (SLOT * SPLITS)
+    mine = base + split * SLOT
+    tl.store(mine + offsets, y)
+    if GATED:
+        tl.store(mine + UP + offsets, y_up)
+    if HAS_SQUARES:
+        tl.store(mine + SLOT - TOKENS + r_token, squares)
+    # All stores of the program come before the release by its one atomic.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr + block_id, 1, sem="acq_rel", scope="gpu")
+    last = arrived == SPLITS - 1
+    if last:
+        tl.store(counters_ptr + block_id, 0)
+        y = tl.zeros([ROWS, TOKENS], tl.float32)
+        y_up = y
+        squares = tl.zeros([TOKENS], tl.float32)
+        for s in range(SPLITS):
+            slot = base + s * SLOT
+            y += tl.load(slot + offsets, cache_modifier=".cg")
+            if GATED:
+                y_up += tl.load(slot + UP + offsets, cache_modifier=".cg")
+            if HAS_SQUARES:
+                squares += tl.load(slot + SLOT - TOKENS + r_token, cache_modifier=".cg")
+    return last, y, y_up, squares
+
+
+@triton.jit
 def finish(
     y,
     up,

@@ -24,6 +24,7 @@ from torch_paged.ops.fused_linear.parts import (
     load_residual,
     load_streamed,
     locate,
+    merge_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -141,7 +142,6 @@ def _small_gemm_kernel(
     CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -233,70 +233,38 @@ def _small_gemm_kernel(
     acc = tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
     acc_up = acc
     x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
-    if STAGES > 1:
-        # Shared memory holds the tiles on their way; the one in registers is added last.
-        for tile in tl.range(1, TILES, num_stages=STAGES):
-            k_tile = k + tile * TILE
-            x_tile = _load_x(x_ptrs + tile * TILE, k_tile, token_mask, K, EVEN_K)
-            w_tile = load_streamed(w_ptrs + tile * TILE, k_tile, row_mask, K, EVEN_K, not EVEN_N)
-            up_tile = w_tile
-            if GATED:
-                up_tile = load_streamed(
-                    up_ptrs + tile * TILE, k_tile, row_mask, K, EVEN_K, not EVEN_N
-                )
-            gain_tile = k_tile
-            if HAS_GAIN:
-                gain_tile = load_gain(norm_ptr, k_tile, K)
-            acc, acc_up, squares = _accumulate(
-                acc,
-                acc_up,
-                squares,
-                w_tile,
-                up_tile,
-                gain_tile,
-                x_tile,
-                prescale,
-                norm_offset,
-                NORM,
-                HAS_GAIN,
-                PRESCALE,
-                GATED,
-                WARPS,
-                UPCAST,
-            )
-    else:
-        for tile in tl.range(1, TILES, loop_unroll_factor=UNROLL):
-            this = weight
-            this_up = up
-            this_gain = gain
-            this_x = x
-            k += TILE
-            x_ptrs += TILE
-            w_ptrs += TILE
-            weight = load_streamed(w_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
-            if GATED:
-                up_ptrs += TILE
-                up = load_streamed(up_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
-            if HAS_GAIN:
-                gain = load_gain(norm_ptr, k, K)
-            x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
-            acc, acc_up, squares = _accumulate(
-                acc,
-                acc_up,
-                squares,
-                this,
-                this_up,
-                this_gain,
-                this_x,
-                prescale,
-                norm_offset,
-                NORM,
-                HAS_GAIN,
-                PRESCALE,
-                GATED,
-                WARPS,
-                UPCAST,
-            )
+    for _ in tl.range(1, TILES, loop_unroll_factor=UNROLL):
+        this = weight
+        this_up = up
+        this_gain = gain
+        this_x = x
+        k += TILE
+        x_ptrs += TILE
+        w_ptrs += TILE
+        weight = load_streamed(w_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
+        if GATED:
+            up_ptrs += TILE
+            up = load_streamed(up_ptrs, k, row_mask, K, EVEN_K, not EVEN_N)
+        if HAS_GAIN:
+            gain = load_gain(norm_ptr, k, K)
+        x = _load_x(x_ptrs, k, token_mask, K, EVEN_K)
+        acc, acc_up, squares = _accumulate(
+            acc,
+            acc_up,
+            squares,
+            this,
+            this_up,
+            this_gain,
+            this_x,
+            prescale,
+            norm_offset,
+            NORM,
+            HAS_GAIN,
+            PRESCALE,
+            GATED,
+            WARPS,
+            UPCAST,
+        )
     acc, acc_up, squares = _accumulate(
         acc,
         acc_up,
@@ -319,44 +287,30 @@ def _small_gemm_kernel(
     y_up = y
     if GATED:
         y_up = tl.sum(acc_up, axis=0)
-    last = True
+    square = r_token * 0.0
     if NORM and not PRESCALE:
         square = _token_squares(squares, WARPS)
+    last = True
     if SPLITS > 1:
-        # A slot of `partials`: y, then y_up, then the sums of squares.
-        SLOT: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1) + TOKENS
-        base = partials_ptr + block_id.to(tl.int64) * (SLOT * SPLITS)
-        tile_offsets = r_row[:, None] * TOKENS + r_token[None, :]
-        up_offset: tl.constexpr = ROWS * TOKENS
-        square_offset: tl.constexpr = SLOT - TOKENS
-        tl.store(base + split * SLOT + tile_offsets, y)
-        if GATED:
-            tl.store(base + split * SLOT + up_offset + tile_offsets, y_up)
-        if NORM and not PRESCALE:
-            tl.store(base + split * SLOT + square_offset + r_token, square)
-        # All stores of the program come before the release by its one atomic.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + block_id, 1, sem="acq_rel", scope="gpu")
-        last = arrived == SPLITS - 1
-        if last:
-            tl.store(counters_ptr + block_id, 0)
-            y = tl.zeros([ROWS, TOKENS], tl.float32)
-            y_up = y
-            if NORM and not PRESCALE:
-                square = tl.zeros([TOKENS], tl.float32)
-            for s in range(SPLITS):
-                y += tl.load(base + s * SLOT + tile_offsets, cache_modifier=".cg")
-                if GATED:
-                    up_ptrs_s = base + s * SLOT + up_offset + tile_offsets
-                    y_up += tl.load(up_ptrs_s, cache_modifier=".cg")
-                if NORM and not PRESCALE:
-                    square_ptrs = base + s * SLOT + square_offset + r_token
-                    square += tl.load(square_ptrs, cache_modifier=".cg")
+        last, y, y_up, square = merge_splits(
+            y,
+            y_up,
+            square,
+            partials_ptr,
+            counters_ptr,
+            block_id,
+            split,
+            SPLITS,
+            ROWS,
+            TOKENS,
+            GATED,
+            NORM and not PRESCALE,
+        )
     if last:
         if NORM and not PRESCALE:
-            scale = tl.rsqrt(square / K + eps)[None, :]
-            y *= scale
-            y_up *= scale
+            by_token = tl.rsqrt(square / K + eps)[None, :]
+            y *= by_token
+            y_up *= by_token
         finish(
             y,
             y_up,

@@ -52,14 +52,19 @@ def _launch_fused_decode_attention(
     out = torch.empty((num_rows, num_heads, v_dim), dtype=query.dtype, device=query.device)
     if num_rows == 0:
         return out
-    config = config or decode_config(query.device)
+    config = config or decode_config(query.device, num_rows * num_kv_heads)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_dim))
     block_m = max(16, triton.next_power_of_2(group))
+    num_warps = config.num_warps if block_m < 64 else 8
+    # At least a row a warp for the work on new heads: no sums across warps, and little waste.
+    rows = max(triton.next_power_of_2(group), min(num_warps, block_m))
     tile = config.tile_bytes // (max(block_d, block_dv) * query.element_size())
     if query.element_size() == 4:
         tile //= 2  # exact float32 products run on registers alone
-    tile = max(min(tile, 256), block_size, 16)
+    # Scores and their sums take block_m * tile registers each.
+    tile = min(tile, 512 * num_warps // block_m)
+    tile = max(tile, block_size, 16)
     max_tokens = block_table.shape[1] * block_size
     reach = min(max_tokens, window + tile) if window > 0 else max_tokens
     splits = num_splits(num_rows * num_kv_heads, reach, sm_count(query.device), config)
@@ -103,14 +108,14 @@ def _launch_fused_decode_attention(
         value.stride(0),
         0 if cos is None else cos.stride(0),
         block_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
         stride_qh=query.stride(1),
         stride_kh=key.stride(1),
         stride_vh=value.stride(1),
+        stride_kcb=k_cache.stride(0),
+        stride_kch=k_cache.stride(1),
         stride_kcs=k_cache.stride(2),
+        stride_vcb=v_cache.stride(0),
+        stride_vch=v_cache.stride(1),
         stride_vcs=v_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -118,12 +123,12 @@ def _launch_fused_decode_attention(
         DV=v_dim,
         HALF=0 if cos is None else cos.shape[1],
         BLOCK_SIZE=block_size,
+        ROWS=rows,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         BLOCK_N=tile,
-        MERGE_TILE=16 if block_dv <= 128 else 8,
-        MERGE_HEADS=min(4, triton.next_power_of_2(group)),
+        MERGE_HEADS=min(triton.next_power_of_2(group), 8),
         NUM_STAGES=config.num_stages,
         FUSED=fused,
         SPLIT=splits > 1,
@@ -140,7 +145,7 @@ def _launch_fused_decode_attention(
         K_LINES=_cache_lines(head_dim * query.element_size()),
         V_LINES=_cache_lines(v_dim * query.element_size()),
         PDL=bool(pdl),
-        num_warps=config.num_warps if block_m < 64 else 8,
+        num_warps=num_warps,
         **pdl,
     )
     return out

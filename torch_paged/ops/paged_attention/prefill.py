@@ -46,9 +46,7 @@ def _launch_paged_prefill_attention(
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_dim))
-    config = config or prefill_config(
-        query, max(block_d, block_dv), num_tokens * num_heads, min(max_query_len, num_tokens)
-    )
+    config = config or prefill_config(query, max(block_d, block_dv), num_tokens * num_heads)
     num_tiles = triton.cdiv(num_tokens * group, config.block_m) + num_rows + 1
     pdl = {"launch_pdl": True} if use_pdl(query) else {}
     prefill_attention_kernel[(num_tiles * num_kv_heads,)](
@@ -69,12 +67,12 @@ def _launch_paged_prefill_attention(
         num_rows,
         query.stride(0),
         block_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
         stride_qh=query.stride(1),
+        stride_kcb=k_cache.stride(0),
+        stride_kch=k_cache.stride(1),
         stride_kcs=k_cache.stride(2),
+        stride_vcb=v_cache.stride(0),
+        stride_vch=v_cache.stride(1),
         stride_vcs=v_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -157,7 +155,7 @@ def paged_prefill_attention(
         slots: [num_rows] int32; a row with slot -1 is padding and its outputs are zero.
         cu_seqlens_q: [num_rows + 1] int32. Tokens after the last entry are padding: zero outputs.
         context_lens: [num_slots] int32, cached tokens before this call's.
-        max_query_len: an upper bound of the rows' query lengths; chooses the tile size only.
+        max_query_len: an upper bound of the rows' query lengths; the grid does not need it.
         scale: factor on the scores.
         window: when positive, a query at index i sees keys j with i - window < j <= i.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_paged.ops.paged_attention.decode_kernel import LOG2E, NO_SCORE, capped_scores
+from torch_paged.ops.paged_attention.stages import LOG2E, NO_SCORE, capped_scores
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -14,7 +14,7 @@ def _attend_range(
     q,
     k_ptrs,
     v_ptrs,
-    table_ptrs,
+    table_ptr,
     low,
     high,
     first_key,
@@ -24,8 +24,8 @@ def _attend_range(
     scale,
     softcap,
     window,
-    stride_kcb,
-    stride_vcb,
+    stride_kcb: tl.constexpr,
+    stride_vcb: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -46,29 +46,34 @@ def _attend_range(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    needed = (low + n >= first_key) & (low + n < last_key)
-    block = tl.load(table_ptrs + low // BLOCK_SIZE, mask=needed, other=0)
+    # Every row of a tile reads a block between these: what lies around them may be gone.
+    first_block = first_key // BLOCK_SIZE
+    last_block = (last_key - 1) // BLOCK_SIZE
+    index = low // BLOCK_SIZE + n // BLOCK_SIZE
+    index = tl.minimum(tl.maximum(index, first_block), last_block)
+    block = tl.load(table_ptr + index, mask=n < high - low, other=0)
     for start in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
         j = start + n
-        k_mask = d[None, :] < D
+        k_tile = k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None]
+        v_tile = v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None]
+        if D == BLOCK_D:
+            k = tl.load(k_tile)
+        else:
+            k = tl.load(k_tile, mask=d[None, :] < D, other=0.0)
         v_mask = dv[None, :] < DV
         if MASKED:
-            needed = (j >= first_key) & (j < last_key)
-            k_mask = k_mask & needed[:, None]
-            v_mask = v_mask & needed[:, None]
-        offset = block.to(tl.int64)[:, None]
-        if MASKED or D != BLOCK_D:
-            k = tl.load(k_ptrs + offset * stride_kcb, mask=k_mask, other=0.0)
-        else:
-            k = tl.load(k_ptrs + offset * stride_kcb)
+            # Slots nobody wrote may hold NaN. Their scores are replaced below; their values have
+            # to be masked here, since a weight of zero does not silence NaN.
+            v_mask = v_mask & ((j >= first_key) & (j < last_key))[:, None]
         if MASKED or DV != BLOCK_DV:
-            v = tl.load(v_ptrs + offset * stride_vcb, mask=v_mask, other=0.0)
+            v = tl.load(v_tile, mask=v_mask, other=0.0)
         else:
-            v = tl.load(v_ptrs + offset * stride_vcb)
+            v = tl.load(v_tile)
         # One tile ahead, so that the next tile's loads need not wait for their addresses.
-        ahead = table_ptrs + (start + BLOCK_N) // BLOCK_SIZE
-        needed = (j + BLOCK_N >= first_key) & (j + BLOCK_N < last_key)
-        block = tl.load(ahead, mask=needed, other=0)
+        index = (start + BLOCK_N) // BLOCK_SIZE + n // BLOCK_SIZE
+        if HAS_WINDOW:
+            index = tl.maximum(index, first_block)
+        block = tl.load(table_ptr + tl.minimum(index, last_block))
 
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_SOFTCAP or HAS_ALIBI:
@@ -114,12 +119,12 @@ def prefill_attention_kernel(
     num_rows,
     stride_qt,
     stride_table,
-    stride_kcb,
-    stride_kch,
-    stride_vcb,
-    stride_vch,
     stride_qh: tl.constexpr,
+    stride_kcb: tl.constexpr,
+    stride_kch: tl.constexpr,
     stride_kcs: tl.constexpr,
+    stride_vcb: tl.constexpr,
+    stride_vch: tl.constexpr,
     stride_vcs: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -184,7 +189,7 @@ def prefill_attention_kernel(
                 mask=in_row[:, None] & (d[None, :] < D),
                 other=0.0,
             )
-            table_row = block_table_ptr + slot.to(tl.int64) * stride_table
+            table_ptr = block_table_ptr + slot.to(tl.int64) * stride_table
             prefix = tl.load(context_lens_ptr + slot)
             query_index = prefix + token
             first_token = first_pair // GROUP
@@ -192,7 +197,6 @@ def prefill_attention_kernel(
             high = prefix + last_token + 1
             # Every query of the tile sees all keys before this one.
             seen_by_all = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
-            table_ptrs = table_row + n // BLOCK_SIZE
             inside = (n % BLOCK_SIZE)[:, None]
             k_ptrs = k_cache_ptr + head.to(tl.int64) * stride_kch
             k_ptrs = k_ptrs + inside * stride_kcs + d[None, :]
@@ -220,7 +224,7 @@ def prefill_attention_kernel(
                     q,
                     k_ptrs,
                     v_ptrs,
-                    table_ptrs,
+                    table_ptr,
                     0,
                     seen_by_all,
                     0,
@@ -252,7 +256,7 @@ def prefill_attention_kernel(
                 q,
                 k_ptrs,
                 v_ptrs,
-                table_ptrs,
+                table_ptr,
                 masked_from,
                 high,
                 first_key,
@@ -277,7 +281,7 @@ def prefill_attention_kernel(
                 HAS_ALIBI,
                 PRECISION,
             )
-            out = acc / total[:, None]
+            out = acc * (1.0 / total)[:, None]
             tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 

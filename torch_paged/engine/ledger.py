@@ -1,0 +1,244 @@
+"""The jobs of an engine, and what is known of their tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+from torch_paged.engine.job import Job, Row, StepRecord
+from torch_paged.engine.output import RequestOutput
+from torch_paged.engine.request import FinishReason, Request
+from torch_paged.engine.token_log import TokenLog
+
+logger = logging.getLogger("torch_paged")
+
+EndRequest = Callable[[Hashable, FinishReason, "str | None"], None]
+
+
+class Ledger:
+    """Read the reports of launched steps, in order, and give jobs their tokens and their ends.
+
+    A report is looked at as a whole. The tokens of a row are read when it ends, when somebody
+    asks for them, and before the log comes round to them.
+
+    Args:
+        end_request: tells the scheduler that a request has ended; no effect if it knows.
+
+    Attributes:
+        jobs: all that have not ended.
+        active: those with a row.
+        known: newest step whose report was read.
+    """
+
+    def __init__(self, end_request: EndRequest) -> None:
+        self.jobs: dict[Hashable, Job] = {}
+        self.active: dict[Hashable, Job] = {}
+        self.known = -1
+        self._end_request = end_request
+        self._watched: dict[Hashable, Job] = {}
+        self._ended: list[Job] = []  # since the last `take_outputs`
+        self._in_flight: deque[StepRecord] = deque()
+        self._log: TokenLog | None = None
+        self._next_flush = 0
+
+    @property
+    def log(self) -> TokenLog | None:
+        """Where the reports of launched steps arrive."""
+        return self._log
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is left, and nothing is in flight."""
+        return not self.jobs and not self._in_flight
+
+    def admit(self, job: Job) -> None:
+        """Take in a job."""
+        job.request.payload = job
+        self.jobs[job.request.request_id] = job
+        if job.is_watched:
+            self._watched[job.request.request_id] = job
+
+    def start(self, job: Job, slot: int, step: int) -> Row:
+        """Note that a job samples a token in `step` and in each one that follows."""
+        job.row = Row(job, slot, step)
+        self.active[job.request.request_id] = job
+        return job.row
+
+    def use_log(self, log: TokenLog) -> None:
+        """Take reports from another log, after reading all of the old one."""
+        if self._log is not None:
+            self.collect(0)
+            self.flush()
+        self._log = log
+
+    def post(self, record: StepRecord) -> None:
+        """Note a launched step and have its report sent."""
+        assert self._log is not None
+        self._log.post(record.step)
+        self._in_flight.append(record)
+
+    def collect(self, lag: int) -> None:
+        """Read reports until at most `lag` are on their way, and more if they are here."""
+        while self._in_flight:
+            assert self._log is not None
+            record = self._in_flight[0]
+            if len(self._in_flight) <= lag and not self._log.is_here(record.step):
+                return
+            self._log.wait(record.step)
+            self._in_flight.popleft()
+            self._read(record, self._log)
+        if self._log is not None and self.known >= self._next_flush:
+            self.flush()
+
+    def forget_rows(self, num_steps: int) -> list[Job]:
+        """Drop all rows and what is in flight; return the jobs, which have to start again.
+
+        Args:
+            num_steps: launched so far.
+        """
+        self.flush()
+        self._in_flight.clear()
+        self.known = num_steps - 1
+        for job in self.active.values():
+            if job.row is not None:
+                job.row.is_done, job.row = True, None
+        self.active.clear()
+        self._log = None
+        return list(self.jobs.values())
+
+    def put_back(self, requests: Sequence[Request], step: int) -> None:
+        """Take leave of rows preempted in `step`, after all reports have been read."""
+        for request in requests:
+            job = job_of(request)
+            row, job.row = job.row, None
+            self.active.pop(request.request_id, None)
+            if row is not None and not row.is_done:
+                row.last_step = step - 1
+                self._learn(row, row.last_step)
+                row.is_done = True
+
+    def learn(self, request: Request) -> None:
+        """Bring the tokens of a request up to what is known."""
+        row = job_of(request).row
+        if row is not None:
+            self._learn(row, self.known)
+
+    def flush(self) -> None:
+        """Read the tokens of all rows, before the log comes round to them."""
+        for job in self.active.values():
+            self.learn(job.request)
+        if self._log is not None:
+            self._next_flush = self.known + self._log.num_steps // 2
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End a job because of an exception."""
+        text = f"{type(error).__name__}: {error}"
+        logger.error("request %r failed: %s", job.request.request_id, text)
+        self.learn(job.request)
+        self.complete(job, "error", text)
+
+    def complete(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        """End a job with the tokens that it has."""
+        request = job.request
+        if job.row is not None:
+            job.row.is_done, job.row = True, None
+        self._end_request(request.request_id, reason, error)
+        job.finish_reason, request.error = reason, error
+        for jobs in (self.jobs, self.active, self._watched):
+            jobs.pop(request.request_id, None)
+        self._ended.append(job)
+        if job.on_output is not None:
+            try:
+                job.on_output(job.output(since=job.num_called))
+            except Exception as failure:
+                logger.exception("the callback of request %r raised", request.request_id)
+                job.finish_reason = "error"
+                request.error = f"{type(failure).__name__}: {failure}"
+
+    def take_outputs(self, *, tokens: bool) -> tuple[list[RequestOutput], list[Hashable]]:
+        """Return outputs since the last call, and the ids of the jobs that ended.
+
+        Outputs are those of jobs that ended and, with `tokens`, of all that have new ones. Those
+        of private jobs are left out.
+        """
+        ended, self._ended = self._ended, []
+        outputs = [job.output(since=job.num_reported) for job in ended if not job.private]
+        for job in self.active.values() if tokens else ():
+            self.learn(job.request)
+            count = len(job.request.output_ids)
+            if count > job.num_reported and not job.private:
+                outputs.append(job.output(since=job.num_reported))
+                job.num_reported = count
+        return outputs, [job.request.request_id for job in ended]
+
+    def _read(self, record: StepRecord, log: TokenLog) -> None:
+        step, self.known = record.step, record.step
+        ended = [row for row in record.started if log.has_ended(step, row.slot)]
+        if record.batch is not None:
+            rows = record.batch.rows
+            ended += [rows[i] for i in log.any_ended(step, record.batch.slots)]
+        for row in ended:
+            # A row that has ended goes on in the steps launched meanwhile.
+            if not row.is_done:
+                self._end_row(row, step, log)
+        if self._watched:
+            self._watch(step)
+
+    def _end_row(self, row: Row, step: int, log: TokenLog) -> None:
+        job = row.job
+        if log.has_failed(step, row.slot):
+            self._learn(row, step - 1)
+            count = len(job.request.output_ids)
+            self.complete(job, "error", f"the logits of token {count} are NaN")
+            return
+        self._learn(row, step)
+        try:
+            stopped = job.request.output_ids[-1] in job.params.eos_ids or _stops(job)
+        except Exception as error:
+            self.fail(job, error)
+            return
+        self.complete(job, "stop" if stopped else "length")
+
+    def _watch(self, step: int) -> None:
+        """Let stop checks and callbacks see the tokens up to a step."""
+        for job in list(self._watched.values()):
+            row = job.row
+            if row is None or row.is_done or row.next_step > min(step, row.last_step):
+                continue
+            self._learn(row, step)
+            try:
+                if _stops(job):
+                    self.complete(job, "stop")
+                elif job.on_output is not None:
+                    output = job.output(since=job.num_called)
+                    job.num_called = len(job.request.output_ids)
+                    job.on_output(output)
+            except Exception as error:
+                self.fail(job, error)
+
+    def _learn(self, row: Row, step: int) -> None:
+        """Give a row's request its tokens up to a step."""
+        last = min(step, row.last_step)
+        if row.is_done or last < row.next_step:
+            return
+        assert self._log is not None
+        job = row.job
+        job.request.output_ids += self._log.tokens(row.slot, row.next_step, last)
+        if job.logprobs is not None:
+            job.logprobs += self._log.logprobs(row.slot, row.next_step, last)
+        row.next_step = last + 1
+
+
+def job_of(request: Request) -> Job:
+    """Return the job that a request belongs to."""
+    assert isinstance(request.payload, Job)
+    return request.payload
+
+
+def _stops(job: Job) -> bool:
+    check, request = job.params.stop_check, job.request
+    return check is not None and check(request.prompt_ids or (), request.output_ids)
+
+
+__all__ = ["Ledger", "job_of"]

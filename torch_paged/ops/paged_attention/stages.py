@@ -1,0 +1,285 @@
+"""Stages of the attention kernels: scores, norm and rotation, ranges of a split, merge."""
+
+from __future__ import annotations
+
+from torch_paged.ops.triton_compat import HAS_TRITON, tl, triton
+
+# Scores are kept in log2 units, so that every exponential is one exp2.
+LOG2E = tl.constexpr(1.4426950408889634) if HAS_TRITON else 1.4426950408889634
+# Stands for "no key seen yet": finite, so that differences of two of them are no NaN.
+NO_SCORE = tl.constexpr(-1.0e30) if HAS_TRITON else -1.0e30
+
+
+@triton.jit
+def capped_scores(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return ``softcap * tanh(raw * scale / softcap)``, or ``raw * scale``, in log2 units."""
+    if HAS_SOFTCAP:
+        y = raw * (scale / softcap)
+        # tanh(y) = 1 - 2 / (exp(2y) + 1) is right at both infinities of the exponential; near
+        # zero, where it cancels, the series is.
+        far = 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2E)) + 1.0)
+        z = y * y
+        near = y * (1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
+        return tl.where(tl.abs(y) < 0.25, near, far) * (softcap * LOG2E)
+    return raw * (scale * LOG2E)
+
+
+@triton.jit
+def _apply_gain(x, rstd, gain, CAST_BEFORE_GAIN: tl.constexpr):
+    normed = x.to(tl.float32) * rstd
+    if CAST_BEFORE_GAIN:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * gain[None, :]).to(x.dtype)
+
+
+@triton.jit
+def _partner(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the dimension that `d` < 2 * HALF is rotated with."""
+    if INTERLEAVED:
+        return d ^ 1
+    # Contiguous in runs of HALF, which lets the loads be wide.
+    return (d + HALF) % (2 * HALF)
+
+
+@triton.jit
+def load_head(
+    row_ptrs,
+    row_mask,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Load heads at row_ptrs [M, 1] twice: in order, and as each dimension's partner sees them.
+
+    Reading the partners again is cheaper than an exchange between lanes.
+    """
+    d = tl.arange(0, BLOCK_D)
+    mask = row_mask
+    if D != BLOCK_D:
+        mask = row_mask & (d[None, :] < D)
+    x = tl.load(row_ptrs + d[None, :], mask=mask, other=0.0)
+    y = x
+    if HALF > 0:
+        mask = row_mask
+        if 2 * HALF != BLOCK_D:
+            mask = row_mask & (d[None, :] < 2 * HALF)
+        y = tl.load(row_ptrs + _partner(d, HALF, INTERLEAVED)[None, :], mask=mask, other=0.0)
+    return x, y
+
+
+@triton.jit
+def norm_and_rotate(
+    x,
+    y,
+    cos,
+    sin,
+    gain,
+    partner_gain,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CAST_BEFORE_GAIN: tl.constexpr,
+):
+    """RMS-normalise heads x [M, BLOCK_D] over D, then rotate them with their partners y."""
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+        x = _apply_gain(x, rstd, gain, CAST_BEFORE_GAIN)
+        if HALF > 0:
+            y = _apply_gain(y, rstd, partner_gain, CAST_BEFORE_GAIN)
+    if HALF > 0:
+        x = (x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]).to(x.dtype)
+    return x
+
+
+@triton.jit
+def load_gain(
+    norm_ptr,
+    offset,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Load a norm's gain [BLOCK_D] twice: in order, and as each dimension's partner sees it."""
+    d = tl.arange(0, BLOCK_D)
+    gain = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset
+    partner_gain = gain
+    if HALF > 0:
+        partner = _partner(d, HALF, INTERLEAVED)
+        partner_gain = tl.load(norm_ptr + partner, mask=d < 2 * HALF, other=0.0)
+        partner_gain = partner_gain.to(tl.float32) + offset
+    return gain, partner_gain
+
+
+@triton.jit
+def range_of_split(
+    position,
+    stop,
+    split,
+    window,
+    num_splits,
+    single_tokens,
+    min_split_tokens,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return how many ranges the row has, its first visible token, and this split's range."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    base = first // BLOCK_N * BLOCK_N
+    num_active = 1
+    low = base
+    high = stop
+    if SPLIT:
+        span = stop - base
+        share = tl.cdiv(tl.cdiv(span, num_splits), BLOCK_N) * BLOCK_N
+        share = tl.maximum(share, min_split_tokens)
+        share = tl.where(span <= single_tokens, single_tokens, share)
+        num_active = tl.maximum(tl.cdiv(span, share), 1)
+        low = base + split * share
+        high = tl.minimum(low + share, stop)
+    return num_active, first, low, high
+
+
+@triton.jit
+def repeat_rows(x, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, COLS: tl.constexpr):
+    """Repeat x [ROWS, COLS] down to BLOCK_M rows: the products' M dimension is at least 16."""
+    if ROWS == BLOCK_M:
+        return x
+    repeated = tl.broadcast_to(x[None, :, :], [BLOCK_M // ROWS, ROWS, COLS])
+    return tl.reshape(repeated, [BLOCK_M, COLS])
+
+
+@triton.jit
+def _prefetch_tile(
+    ptrs,
+    block,
+    stride_block: tl.constexpr,
+    needed,
+    stride_token: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Ask for a tile's cache lines in L2: hints that nothing waits for."""
+    n = tl.arange(0, BLOCK_N)
+    line = tl.arange(0, LINES) * (128 // (ptrs.dtype.element_ty.primitive_bitwidth // 8))
+    rows = ptrs + block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * stride_token
+    address = (rows[:, None] + line[None, :]).to(tl.int64, bitcast=True)
+    wanted = tl.broadcast_to(needed[:, None], [BLOCK_N, LINES]).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_range(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    low,
+    high,
+    first,
+    num_blocks,
+    stride_kcb: tl.constexpr,
+    stride_vcb: tl.constexpr,
+    stride_kcs: tl.constexpr,
+    stride_vcs: tl.constexpr,
+    K_LINES: tl.constexpr,
+    V_LINES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Ask for the keys and values of tokens low .. high - 1 in L2; any table content is safe."""
+    n = tl.arange(0, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        needed = (start + n < high) & (start + n >= first)
+        block = tl.load(
+            table_ptr + (start + n) // BLOCK_SIZE, mask=needed, other=-1, cache_modifier=".cg"
+        )
+        needed = needed & (block >= 0) & (block < num_blocks)
+        _prefetch_tile(k_ptr, block, stride_kcb, needed, stride_kcs, K_LINES, BLOCK_SIZE, BLOCK_N)
+        _prefetch_tile(v_ptr, block, stride_vcb, needed, stride_vcs, V_LINES, BLOCK_SIZE, BLOCK_N)
+
+
+@triton.jit
+def merge_splits(
+    partial_ptr,
+    stats_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_active,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """out = sum_j w[j] acc[j] / (sum_j w[j] total[j] + 2^(sink - M)), w[j] = 2^(peak[j] - M).
+
+    Every lane keeps its own elements of the output and walks the splits, unrolled so that their
+    loads overlap. It reads its row's statistics itself: no exchange between lanes.
+    """
+    # Of no known contiguity, so that all loads below get one layout: a layout change here would
+    # cost more than narrow loads.
+    dv = tl.max_contiguous(tl.arange(0, BLOCK_DV)[None, :], [1, 1])
+    for first_g in range(0, GROUP, MERGE_HEADS):
+        g = first_g + tl.arange(0, MERGE_HEADS)[:, None]
+        rows = g + tl.zeros_like(dv)
+        stored = (g < GROUP) & (dv < DV)
+        peak = tl.full([MERGE_HEADS, BLOCK_DV], NO_SCORE, tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + rows, mask=stored, other=0.0).to(tl.float32) * LOG2E
+            peak = sink
+        # Through L2 only: other SMs wrote these.
+        for first in range(0, num_active, 8):
+            for i in tl.static_range(8):
+                mask = rows < tl.where(first + i < num_active, GROUP, 0)
+                stats = stats_ptr + ((first + i) * GROUP + rows) * 2
+                other = tl.load(stats, mask=mask, other=NO_SCORE, cache_modifier=".cg")
+                peak = tl.maximum(peak, other)
+        total = tl.zeros([MERGE_HEADS, BLOCK_DV], tl.float32)
+        if HAS_SINKS:
+            total = tl.exp2(sink - peak)
+        out = tl.zeros([MERGE_HEADS, BLOCK_DV], tl.float32)
+        for first in range(0, num_active, 8):
+            for i in tl.static_range(8):
+                mask = rows < tl.where(first + i < num_active, GROUP, 0)
+                stats = stats_ptr + ((first + i) * GROUP + rows) * 2
+                other = tl.load(stats, mask=mask, other=NO_SCORE, cache_modifier=".cg")
+                part = tl.load(stats + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                acc = tl.load(
+                    partial_ptr + ((first + i) * GROUP + g) * DV + dv,
+                    mask=mask & (dv < DV),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                weight = tl.exp2(other - peak)
+                total += weight * part
+                out += weight * acc
+        out = out / tl.where(stored, total, 1.0)
+        tl.store(out_ptr + g * DV + dv, out.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+__all__ = [
+    "LOG2E",
+    "NO_SCORE",
+    "capped_scores",
+    "load_gain",
+    "load_head",
+    "merge_splits",
+    "norm_and_rotate",
+    "prefetch_range",
+    "range_of_split",
+    "repeat_rows",
+]
