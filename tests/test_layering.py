@@ -38,7 +38,7 @@ THIRD_PARTY = {
     "ops": {"torch", "triton"},
     "cache": {"torch", "cuda"},
     "graphs": {"torch"},
-    "decoder": {"torch"},
+    "decoder": {"torch", "numpy"},
     "engine": {"torch"},
     "patches": {"torch", "transformers", "accelerate", "peft"},
     "generate": {"torch", "transformers", "accelerate", "peft"},

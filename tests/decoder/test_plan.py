@@ -64,10 +64,10 @@ def run_steps(model, spec, ids, prompt_len, *, fuse_linears):
     )
     out = []
     with torch.no_grad(), BatchRun(core, prompts, BatchLimits(ids.shape[1]), lag=0) as run:
-        out.append(run.prefill())
+        out.append(run.prefill().clone())
         for at in range(prompt_len, ids.shape[1] - 1):
             run.commit(ids[:, at].contiguous())
-            out.append(run.next_logits())
+            out.append(run.next_logits().clone())
     return torch.stack(out, dim=1)
 
 

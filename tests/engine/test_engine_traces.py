@@ -203,7 +203,7 @@ def soak(num_requests: int, seed: int) -> dict[str, int]:
         engine.check_integrity()
         assert_all_free(engine)
         assert done == set(range(num_requests)), "a request was lost"
-        assert not engine._live and not engine._sequences and not engine._inbox
+        assert not engine._service._live and not engine._service._inbox
     return ends
 
 

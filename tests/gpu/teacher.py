@@ -21,10 +21,10 @@ def our_logits(model, ids, prompt_len, *, captured=True):
     )
     out = []
     with torch.no_grad(), BatchRun(core, prompts, BatchLimits(total), lag=0) as run:
-        out.append(run.prefill().float())
+        out.append(run.prefill().float().clone())
         for at in range(prompt_len, total - 1):
             run.commit(ids[:, at].contiguous())
-            out.append(run.next_logits(captured=captured).float())
+            out.append(run.next_logits(captured=captured).float().clone())
     return torch.stack(out, dim=1)
 
 

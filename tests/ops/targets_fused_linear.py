@@ -68,14 +68,14 @@ def _gemv(
 
 def _small_gemm(
     label: str,
-    config: tuple[int, int, int, int],
+    config: tuple[int, int, int, int, int],
     in_features: int,
     num_tokens: int = 8,
     *,
     hot: bool = True,
     **constants: object,
 ) -> Target:
-    rows, chunks, warps, splits = config
+    rows, chunks, warps, splits, registers = config
     return Target(
         "fused_linear.small_gemm:_small_gemm_kernel",
         label=label,
@@ -94,27 +94,68 @@ def _small_gemm(
         },
         num_warps=warps,
         num_stages=1,
-        options={"maxnreg": 128 if num_tokens == 8 else 255},
+        options={"maxnreg": registers},
         hot=hot,
         aligned="VEC" not in constants,
         capabilities=_NEWER,
     )
 
 
+def _tile_gemm(
+    label: str,
+    config: tuple[int, int, int, int, int],
+    in_features: int,
+    num_tokens: int,
+    *,
+    hot: bool = True,
+    **constants: object,
+) -> Target:
+    rows, block_k, warps, splits, stages = config
+    return Target(
+        "fused_linear.tile_gemm:_tile_gemm_kernel",
+        label=label,
+        types={**_FLOATS, "partials_ptr": "*fp32", "counters_ptr": "*i32"},
+        constants={
+            **_LAYER,
+            "K": in_features,
+            "TOKENS": num_tokens,
+            "ROWS": rows,
+            "BLOCK_K": block_k,
+            "SPLITS": splits,
+            "STAGES": stages,
+            "VEC": 8,
+            "UPCAST": False,
+            **constants,
+        },
+        num_warps=warps,
+        num_stages=1,
+        hot=hot,
+        aligned="VEC" not in constants,
+        capabilities=_NEWER if rows * block_k <= 4096 else (80, 90, 100),
+    )
+
+
 TARGETS = [
-    _gemv("qkv-1024", (2, 4, 8), 1024, **_QKV),
-    _gemv("o-2048", (1, 8, 8), 2048, **_DOWN),
-    _gemv("gated-1024", (1, 4, 8), 1024, **_GATED),
-    _gemv("gated-4096-two", (1, 2, 4), 4096, 2, **_GATED),
-    _gemv("qkv-fp32", (2, 4, 8), 4096, fp32=True, **_QKV_BIASED),
-    _gemv("qkv-fp32-eight", (2, 2, 8), 4096, 8, fp32=True, **_QKV),
-    _gemv("odd", (2, 2, 4), 575, 4, hot=False, **_QKV_BIASED, **{**_ODD, "EVEN_T": False}),
-    _small_gemm("qkv-1024", (16, 4, 8, 1), 1024, **_QKV),
-    _small_gemm("qkv-4096", (16, 2, 8, 1), 4096, **_QKV_BIASED),
-    _small_gemm("gated-4096", (8, 2, 8, 1), 4096, **_GATED),
-    _small_gemm("down-14336", (16, 4, 8, 1), 14336, **_DOWN),
-    _small_gemm("down-14336-split", (16, 4, 8, 4), 14336, 16, **_DOWN),
-    _small_gemm("gated-4096-32", (8, 2, 8, 1), 4096, 32, **_GATED),
-    _small_gemm("qkv-4096-64", (16, 1, 8, 2), 4096, 64, **_QKV),
-    _small_gemm("odd", (16, 1, 4, 1), 575, 64, hot=False, **_QKV_BIASED, **_ODD),
+    _gemv("qkv-1024", (2, 2, 8, 1, 128), 1024, **_QKV),
+    _gemv("o-2048", (2, 2, 4, 4, 64), 2048, **_DOWN),
+    _gemv("gated-1024", (2, 2, 4, 1, 128), 1024, **_GATED),
+    _gemv("gated-4096", (1, 4, 4, 4, 80), 4096, **_GATED),
+    # 80 registers let three programs share a multiprocessor; Triton 3.9 spills four of them.
+    _gemv("down-14336", (2, 4, 8, 8, 80), 14336, hot=False, **_DOWN),
+    _gemv("gated-4096-two", (1, 4, 4, 4, 96), 4096, 2, **_GATED),
+    _gemv("qkv-fp32", (2, 2, 8, 8, 80), 4096, fp32=True, **_QKV_BIASED),
+    _gemv("qkv-fp32-eight", (2, 1, 8, 8, 255), 4096, 8, fp32=True, **_QKV),
+    _gemv("odd", (2, 2, 4, 2, 255), 575, 4, hot=False, **_QKV_BIASED, **_ODD, EVEN_T=False),
+    _small_gemm("qkv-1024", (8, 4, 4, 1, 128), 1024, **_QKV),
+    _small_gemm("qkv-4096", (16, 2, 4, 1, 128), 4096, **_QKV_BIASED),
+    _small_gemm("gated-4096", (16, 1, 4, 1, 128), 4096, **_GATED),
+    _small_gemm("o-2048", (8, 8, 8, 1, 128), 2048, **_DOWN),
+    _small_gemm("down-14336", (16, 4, 8, 1, 128), 14336, **_DOWN),
+    _small_gemm("down-14336-split", (16, 2, 4, 4, 128), 14336, 16, **_DOWN),
+    _small_gemm("odd", (16, 1, 4, 1, 255), 575, 64, hot=False, **_QKV_BIASED, **_ODD),
+    _tile_gemm("qkv-4096-32", (64, 64, 4, 4, 4), 4096, 32, **_QKV_BIASED),
+    _tile_gemm("gated-4096-64", (64, 64, 4, 1, 4), 4096, 64, **_GATED),
+    _tile_gemm("head-4096-16", (128, 64, 4, 1, 4), 4096, 16, **_NORM),
+    _tile_gemm("down-14336-64", (64, 128, 4, 4, 3), 14336, 64, **_DOWN),
+    _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

@@ -181,9 +181,7 @@ def test_biases_belong_to_their_weights(
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("config", HALF_KERNELS)
-def test_activations_match_the_oracle(
-    config: Config, gated: bool, activation: str
-) -> None:
+def test_activations_match_the_oracle(config: Config, gated: bool, activation: str) -> None:
     dtype = torch.float16
     x = randn(2, 80, dtype=dtype)
     weights = make_weights([20, 20] if gated else [20], 80, dtype)
@@ -236,9 +234,7 @@ def test_a_large_float16_row_times_its_gain_does_not_overflow(config: Config) ->
 
 
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
-def test_nan_stays_in_its_row(
-    dtype: torch.dtype, config: Config
-) -> None:
+def test_nan_stays_in_its_row(dtype: torch.dtype, config: Config) -> None:
     x = randn(3, 64, dtype=dtype)
     x[1, 7] = float("nan")
     out = launch._launch_fused_linear(
@@ -255,9 +251,7 @@ def test_nan_stays_in_its_row(
 
 
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
-def test_a_row_does_not_depend_on_its_neighbours(
-    dtype: torch.dtype, config: Config
-) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, config: Config) -> None:
     x = randn(20, 160, dtype=dtype)
     weights = make_weights([24], 160, dtype)
     gain = randn(160, dtype=dtype)

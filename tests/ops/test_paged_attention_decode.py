@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -213,6 +214,13 @@ def test_long_window_is_split() -> None:
         window=100,
         sinks=_sinks(4),
         config=SPLIT,
+    )
+
+
+def test_many_splits_are_merged_in_several_passes() -> None:
+    config = dataclasses.replace(SPLIT, max_splits=20)
+    _check_decode(
+        [600, 300, 5], num_heads=3, num_kv_heads=1, head_dim=16, sinks=_sinks(3), config=config
     )
 
 

@@ -31,20 +31,15 @@ from torch_paged.decoder.plan import (
 )
 from torch_paged.decoder.slots import linear_slot, plain_slot
 from torch_paged.decoder.spec import RotarySpec
-from torch_paged.ops import embed as _embed_op  # noqa: F401 - the imports register the ops
-from torch_paged.ops import fused_linear as _fused_linear_op  # noqa: F401
-from torch_paged.ops import glu as _glu_op  # noqa: F401
-from torch_paged.ops import rms_norm as _rms_norm_op  # noqa: F401
-from torch_paged.ops import rotary_table as _rotary_table_op  # noqa: F401
-from torch_paged.ops.registration import unchecked
-
-embed = unchecked("embed")
-fused_linear = unchecked("fused_linear")
-glu = unchecked("glu")
-activation = unchecked("activation")
-rms_norm = unchecked("rms_norm")
-add_rms_norm = unchecked("add_rms_norm")
-rotary_table = unchecked("rotary_table")
+from torch_paged.ops.unchecked import (
+    activation,
+    add_rms_norm,
+    embed,
+    fused_linear,
+    glu,
+    rms_norm,
+    rotary_table,
+)
 
 
 class BoundPlan:

@@ -10,8 +10,11 @@ from torch import Tensor
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import Attention
 from torch_paged.decoder.spec import AttentionSpec
-from torch_paged.ops import paged_attention, rotary_cache_write  # noqa: F401 - registers ops
-from torch_paged.ops.registration import unchecked
+from torch_paged.ops.unchecked import (
+    fused_decode_attention,
+    paged_prefill_attention,
+    rotary_cache_write,
+)
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -83,7 +86,6 @@ def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     state = binding.state
-    fused_decode_attention = unchecked("fused_decode_attention")
     block_table, context_lens, counters = state.block_table, state.context_lens, state.counters
     width = spec.num_heads * spec.v_head_dim
 
@@ -124,8 +126,6 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     block_table, context_lens = binding.state.block_table, binding.state.context_lens
-    rotary_cache_write = unchecked("rotary_cache_write")
-    paged_prefill_attention = unchecked("paged_prefill_attention")
     width = spec.num_heads * spec.v_head_dim
 
     def call(values: Values, inputs: StepInputs) -> None:

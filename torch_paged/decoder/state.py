@@ -57,9 +57,7 @@ class SlotState:
         # Made under inference_mode, they could not be written outside of it.
         with torch.inference_mode(False):
             # What the host reads after a step lies together, so that one copy takes it along.
-            self.report = torch.zeros(
-                report_bytes(max_num_seqs), dtype=torch.uint8, device=device
-            )
+            self.report = torch.zeros(report_bytes(max_num_seqs), dtype=torch.uint8, device=device)
             self.last_token, self.token_logprobs, self.finished, self.failed = report_parts(
                 self.report
             )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_paged.cache.pool import LayerShape
 from torch_paged.decoder.bind import BoundPlan, bind_plan
 from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.slots import SlotKind, linear_slot, plain_slot
@@ -46,6 +47,7 @@ class DecoderStep:
         self._fuse_linears = fuse_linears
         self._binding: Binding | None = None
         self._bound: dict[tuple[Mode, bool], BoundPlan] = {}
+        self._host: dict[int, HostStep | None] = {}
         self._key: tuple[object, ...] = ()
 
     @property
@@ -79,12 +81,16 @@ class DecoderStep:
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""
         self._binding = binding
-        self._bound.clear()
+        self._forget()
 
     def unbind(self) -> None:
         """Forget the binding and every tensor that it kept alive."""
         self._binding = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._bound.clear()
+        self._host.clear()
 
     def refresh(self) -> bool:
         """Rebind if parameters moved since the last run, and say whether they had."""
@@ -92,7 +98,7 @@ class DecoderStep:
         moved = key != self._key
         if moved:
             self._key = key
-            self._bound.clear()
+            self._forget()
         return moved
 
     @property
@@ -130,7 +136,26 @@ class DecoderStep:
 
     def decode(self, slots: Tensor) -> Tensor:
         """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
+        if slots.device.type == "cpu" and slots.shape[0] <= MAX_HOST_ROWS:
+            slot_list = slots.tolist()
+            host = self._host_step(len(slot_list))
+            if host is not None and min(slot_list) >= 0:
+                return host(slot_list)
         return self._bound_plan("decode", slots.shape[0])(StepInputs(slots))
+
+    def _host_step(self, num_rows: int) -> HostStep | None:
+        """Return the CPU form of the step for few rows; None where the plan has none."""
+        if num_rows not in self._host:
+            if self._binding is None:
+                raise RuntimeError("DecoderStep.bind must be called before a step runs")
+            try:
+                if self.device.type != "cpu":
+                    raise Unsupported("the model is not on the CPU")
+                plan = self.plan("decode", num_rows)
+                self._host[num_rows] = HostStep(plan, self._binding, num_rows)
+            except Unsupported:
+                self._host[num_rows] = None
+        return self._host[num_rows]
 
     def slot_rows(self) -> Sequence[SlotRow]:
         """Describe every module of the plan for the report."""

@@ -25,6 +25,8 @@ logger = logging.getLogger("torch_paged")
 
 # Weights that move this many runs in a row are not worth capturing for.
 _MAX_MOVES = 3
+# Above what all buckets of decode and prefill need together.
+_MAX_GRAPHS = 160
 _UNBOUND = (-1, -1)
 # A pool that must copy to grow does so in few, large steps.
 _GROWTH_FACTOR = 1.5
@@ -186,7 +188,7 @@ class EngineCore:
         )
         if captured and not isinstance(self._runner, CapturedRunner):
             if self._graphs is None:
-                self._graphs = GraphCache(GraphPool(self.device))
+                self._graphs = GraphCache(GraphPool(self.device), _MAX_GRAPHS)
             buckets = self.config.batch_buckets or default_buckets(self.state.max_num_seqs)
             self._runner = CapturedRunner(self.step, self.state, self._graphs, buckets)
         elif not captured and type(self._runner) is not EagerRunner:

@@ -24,7 +24,8 @@ class Job:
 
     Attributes:
         request: what the scheduler knows of it; a new one if it starts again.
-        on_output: called with each new output, from the thread that steps.
+        on_output: called with each new output, from the thread that steps; with the last one
+            alone if not `streams`.
         private: its outputs go to `on_output` alone.
         logprobs: of the request's `output_ids`, where asked for.
         num_reported: tokens that the outputs so far had; `num_called` those of `on_output`.
@@ -36,6 +37,7 @@ class Job:
     params: SamplingParams
     on_output: OnOutput | None = None
     private: bool = False
+    streams: bool = True
     logprobs: list[float] | None = field(default=None, repr=False)
     num_reported: int = 0
     num_called: int = 0
@@ -45,7 +47,8 @@ class Job:
     @property
     def is_watched(self) -> bool:
         """Whether something on the host looks at each of its tokens."""
-        return self.on_output is not None or self.params.stop_check is not None
+        hears = self.on_output is not None and self.streams
+        return hears or self.params.stop_check is not None
 
     def output(self, *, since: int) -> RequestOutput:
         """Describe the job; its first `since` tokens have been reported."""

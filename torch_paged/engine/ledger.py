@@ -210,7 +210,7 @@ class Ledger:
             try:
                 if _stops(job):
                     self.complete(job, "stop")
-                elif job.on_output is not None:
+                elif job.on_output is not None and job.streams:
                     output = job.output(since=job.num_called)
                     job.num_called = len(job.request.output_ids)
                     job.on_output(output)

@@ -16,6 +16,9 @@ from torch_paged.graphs.capture import GraphCache
 # that size should not stay in the graphs' pool.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
+# Rows of a closed batch: few sizes, because each comes in every size of token bucket.
+BATCH_ROW_BUCKETS = (1, 8, 32)
+
 # A few rows in every size of step: admissions come in ones and twos, and a graph costs a capture.
 SERVING_ROW_BUCKETS = (8,)
 

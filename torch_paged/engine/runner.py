@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import SlotState
-from torch_paged.engine.prefill import SERVING_ROW_BUCKETS, CapturedPrefill
+from torch_paged.engine.prefill import BATCH_ROW_BUCKETS, SERVING_ROW_BUCKETS, CapturedPrefill
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
 from torch_paged.graphs.buckets import pick_bucket, split_batch
@@ -128,7 +128,7 @@ class CapturedRunner:
                 size: torch.full((size,), -1, dtype=torch.int32, device=state.device)
                 for size in self._buckets
             }
-        self._prefill = CapturedPrefill(step, state.device, graphs, self._buckets)
+        self._prefill = CapturedPrefill(step, state.device, graphs, BATCH_ROW_BUCKETS)
         self._serve_prefill = CapturedPrefill(
             step, state.device, graphs, SERVING_ROW_BUCKETS, "serve prefill"
         )

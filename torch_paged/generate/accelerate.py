@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
 from torch_paged.config import Config
 from torch_paged.errors import UnsupportedModelError
-from torch_paged.generate.registry import add_session, find_session, remove_session
 from torch_paged.generate.methods import DECODING_METHODS
+from torch_paged.generate.registry import add_session, find_session, remove_session
 from torch_paged.generate.session import Session
 from torch_paged.log import warn_once
 from torch_paged.patches import seams
@@ -60,8 +60,8 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         )
     old = find_session(target)
     if old is None:
-        for name, replacement in DECODING_METHODS.items():
-            seams.DECODING_SEAMS[name].install(replacement)
+        for seam, replacement in _patches():
+            seam.install(replacement)
         # One use of the seams per model, given back by restore() or by the model's end.
         _FINALIZERS[target] = weakref.finalize(target, _uninstall)
     else:
@@ -71,8 +71,16 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
 
 
 def _uninstall() -> None:
-    for name in DECODING_METHODS:
-        seams.DECODING_SEAMS[name].uninstall()
+    for seam, _ in _patches():
+        seam.uninstall()
+
+
+def _patches() -> list[tuple[seams.MethodSeam, Callable[..., Any]]]:
+    # Not at the top: an engine, which accelerates its model, is behind these doors.
+    from torch_paged.generate.batching import BATCHING_METHODS
+
+    patches = [(seams.DECODING_SEAMS[name], method) for name, method in DECODING_METHODS.items()]
+    return patches + [(seams.BATCHING_SEAMS[name], m) for name, m in BATCHING_METHODS.items()]
 
 
 _FINALIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

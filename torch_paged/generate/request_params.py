@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "output_scores": (False,),
     "output_logits": (False,),
 }
-_OWN = (
+OWN_NAMES = (
     "seed",
     "priority",
     "deadline",
@@ -62,6 +62,9 @@ _OWN = (
     "tokenizer",
     "on_output",
 )
+
+# (model, config, overrides) -> the config in force, and overrides that it does not know.
+Merge = Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +88,18 @@ def resolve_params(
     generation_config: Any,
     overrides: dict[str, Any],
     draw_seed: Callable[[], int],
+    merge: Merge = seams.merge_generation_config,
 ) -> RequestParams:
-    """Merge and check what was asked for, by the rules of `generate()`.
+    """Merge and check what was asked for, by the rules of `generate()` unless told otherwise.
 
     Raises:
         TypeError: a name is neither a field of GenerationConfig nor one of ours.
         ValueError: a value is out of its range.
         UnsupportedFeatureError: a field asks for something that an engine does not do.
     """
-    own = {name: overrides[name] for name in _OWN if name in overrides}
+    own = {name: overrides[name] for name in OWN_NAMES if name in overrides}
     fields = {name: value for name, value in overrides.items() if name not in own}
-    config, unknown = seams.merge_generation_config(model, generation_config, fields)
+    config, unknown = merge(model, generation_config, fields)
     _refuse_unknown(unknown, config)
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
@@ -181,11 +185,12 @@ def sequence_seed(seed: int, index: int) -> int:
 
 def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
     for name in unknown:
-        known = [*_OWN, *(field for field in vars(config) if not field.startswith("_"))]
+        known = [*OWN_NAMES, *(field for field in vars(config) if not field.startswith("_"))]
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
         hint = f"did you mean {' or '.join(close)}?" if close else "leave it out"
+        ours = ", ".join(OWN_NAMES)
         raise TypeError(
-            f"{name!r} is neither a field of GenerationConfig nor one of {', '.join(_OWN)}; {hint}"
+            f"{name!r} is neither a field of GenerationConfig nor one of {ours}; {hint}"
         )
 
 
@@ -308,4 +313,4 @@ def _fraction(name: str, value: Any) -> float:
     return float(value)
 
 
-__all__ = ["RequestParams", "prompt_list", "resolve_params", "sequence_seed"]
+__all__ = ["OWN_NAMES", "Merge", "RequestParams", "prompt_list", "resolve_params", "sequence_seed"]

@@ -54,13 +54,15 @@ class Stepper:
         self._stopping = False
 
     @property
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def thread(self) -> threading.Thread | None:
+        """The thread, None if it does not run."""
+        thread = self._thread
+        return thread if thread is not None and thread.is_alive() else None
 
     def start(self) -> None:
         """Start the thread unless it runs."""
         with self._lock:
-            if self.is_running:
+            if self.thread is not None:
                 return
             self._stopping = False
             self._thread = threading.Thread(

@@ -63,7 +63,7 @@ def _record_tokens_kernel(
     slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
     live = slot >= 0
     token = tl.load(tokens_ptr + row, mask=live, other=0)
-    chosen = tl.load(logits_ptr + row * stride_b + token, mask=live, other=0.0)
+    chosen = tl.load(logits_ptr + row * stride_b + token, mask=live, other=0.0).to(tl.float32)
     tl.store(failed_ptr + slot, chosen != chosen, mask=live)
     if HAS_LOGPROBS:
         logprob = tl.load(logprobs_ptr + row, mask=live, other=0.0)

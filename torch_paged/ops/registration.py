@@ -50,10 +50,6 @@ def register_op(
     return call
 
 
-def unchecked(name: str) -> Callable[..., Any]:
-    """Return a registered op without the argument checks of its public function.
-
-    For callers that made every argument themselves, as a bound plan does for each layer of each
-    step. Arguments are those of the schema.
-    """
+def registered(name: str) -> Callable[..., Any]:
+    """Return the function that `register_op` returned for an op."""
     return _CALLS[name]

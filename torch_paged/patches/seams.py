@@ -23,8 +23,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
 
 # 5.24 renamed the forward argument and the output field `past_key_values` to `cache`.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -50,10 +52,11 @@ DecodingMethod = Callable[..., Any]
 
 
 class MethodSeam:
-    """One patched method of `GenerationMixin`, gone with the last accelerated model."""
+    """One patched method of a mixin of models, gone with the last accelerated model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, owner: type = GenerationMixin) -> None:
         self._name = name
+        self._owner = owner
         self._lock = threading.Lock()
         self._users = 0
         self._original: DecodingMethod | None = None
@@ -65,7 +68,7 @@ class MethodSeam:
         return self._original if self._original is not None else self._current()
 
     def _current(self) -> DecodingMethod:
-        method: DecodingMethod = getattr(GenerationMixin, self._name)
+        method: DecodingMethod = getattr(self._owner, self._name)
         return method
 
     def install(self, replacement: DecodingMethod) -> None:
@@ -78,7 +81,7 @@ class MethodSeam:
             if self._users == 0 and (self._installed is None or gone):
                 self._original = self._current()
                 self._installed = replacement
-                setattr(GenerationMixin, self._name, replacement)
+                setattr(self._owner, self._name, replacement)
             self._users += 1
 
     def uninstall(self) -> None:
@@ -86,7 +89,7 @@ class MethodSeam:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._current() is self._installed:
-                setattr(GenerationMixin, self._name, self._original)
+                setattr(self._owner, self._name, self._original)
                 self._original = self._installed = None
 
 
@@ -97,6 +100,17 @@ DECODING_SEAMS = {
     if hasattr(GenerationMixin, name)
 }
 SAMPLE_SEAM = DECODING_SEAMS["_sample"]
+# The doors of continuous batching; its context manager goes through the first.
+BATCHING_SEAMS = {
+    name: MethodSeam(name, continuous_api.ContinuousMixin)
+    for name in ("init_continuous_batching", "generate_batch")
+}
+ContinuousBatchingManager = continuous_api.ContinuousBatchingManager
+ContinuousBatchingConfig = continuous_api.ContinuousBatchingConfig
+BackgroundThreadStatus = continuous_api.BackgroundThreadStatus
+OutputRouter = continuous_api.OutputRouter
+GenerationOutput = continuous_api.GenerationOutput
+BatchingStatus = continuous_api.RequestStatus
 
 
 def overrides_sample(model: nn.Module) -> bool:
@@ -136,6 +150,25 @@ def merge_generation_config(
     defaults.pop("max_length")
     merged.update(**defaults, defaults_only=True)
     return merged, merged.update(**overrides)
+
+
+def override_generation_config(
+    model: Any, config: GenerationConfig, overrides: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The same as continuous batching merges it: what `config` leaves unset has no effect."""
+    merged = copy.deepcopy(config)
+    return merged, merged.update(**overrides)
+
+
+def default_batching_config(config: GenerationConfig) -> Any:
+    """Return what transformers would use where no ContinuousBatchingConfig is given."""
+    given = getattr(config, "continuous_batching_config", None)
+    return ContinuousBatchingConfig() if given is None else given
+
+
+def progress_bar(total: int, *, disable: bool) -> Any:
+    """Return transformers' progress bar over requests."""
+    return transformers_logging.tqdm(total=total, disable=disable, unit="request")
 
 
 def is_output_capturing_hook(hook: object) -> bool:

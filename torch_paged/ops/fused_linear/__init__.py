@@ -8,8 +8,8 @@
     out = out + residual                optional
 
 Up to `MAX_KERNEL_ROWS` rows this is bound by the reading of the weights, and the kernels are built
-around that: `gemv.py` for few rows, `small_gemm.py` for more. Past it the reference runs (cuBLAS
-on a GPU).
+around that: `gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so,
+`tile_gemm.py` for more; `configs.py` chooses. Past it the reference runs (cuBLAS on a GPU).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _fused_linear_fake(
 
 _fused_linear = register_op(
     "fused_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight=None, "
-    'bool norm=False, float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True, '
+    "bool norm=False, float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True, "
     'Tensor? residual=None, str activation="", bool gated=False, '
     "Tensor(a!)? counters=None) -> Tensor",
     cpu=fused_linear_reference,
@@ -153,9 +153,7 @@ def _validate(
         raise ValueError(f"x must be contiguous in its last dim, got strides {x.stride()}")
     if residual is not None:
         _validate_residual(x, residual, weights[0].shape[0] if gated else _total_rows(weights))
-    if counters is not None and (
-        counters.dtype != torch.int32 or counters.numel() < NUM_COUNTERS
-    ):
+    if counters is not None and (counters.dtype != torch.int32 or counters.numel() < NUM_COUNTERS):
         raise ValueError(
             f"counters must be int32 [>= {NUM_COUNTERS}], got {counters.dtype} "
             f"{list(counters.shape)}"

@@ -128,8 +128,9 @@ def _measured(key: tuple[int, int], problem: Problem) -> Config | None:
     nearest = min(distances, key=distances.__getitem__, default=None)
     if nearest is None or distances[nearest] > _NEAR:
         return None
-    kind, *fields = TABLE[key][nearest]
-    return KINDS[kind](*fields)
+    entry: tuple[Any, ...] = TABLE[key][nearest]
+    config: Config = KINDS[entry[0]](*entry[1:])
+    return config
 
 
 def size_class(size: int) -> int:
@@ -164,14 +165,15 @@ def _rule(key: tuple[int, int], problem: Problem) -> Config:
 
 def _small_gemm_rule(key: tuple[int, int], problem: Problem) -> SmallGemmConfig:
     streams = 2 if problem.gated else 1
-    rows = 8 if problem.num_rows < 64 * key[1] * streams else 16
-    # Loads in flight: 16 bytes a lane for each 8 rows and chunk.
-    budget = max(8 // (rows // 8 * streams), 1)
-    chunks = _power_of_two_up_to(-(-problem.in_features // (32 * 8)), min(budget, 4))
-    return SmallGemmConfig(rows, chunks, 8, 1)
+    rows = 16 if problem.num_rows >= 48 * key[1] * streams else 8
+    warps = 4 if problem.in_features <= 1024 or rows == 16 else 8
+    # 4 loads ahead, each of 16 bytes a lane, fit the registers next to those of x.
+    chunks = 4 // (rows // 8 * streams)
+    steps = -(-problem.in_features // (32 * warps))
+    return SmallGemmConfig(rows, _power_of_two_up_to(steps, max(chunks, 1)), warps, 1)
 
 
 def _tile_gemm_rule(key: tuple[int, int], problem: Problem) -> TileGemmConfig:
-    streams = 2 if problem.gated else 1
-    rows = 16 if problem.num_rows <= 32 * key[1] * streams else 32
-    return TileGemmConfig(rows, 128 // streams, 4, 1, 3)
+    num_blocks = -(-problem.num_rows // (128 if problem.gated else 64))
+    splits = _power_of_two_up_to(2 * key[1] // num_blocks, problem.in_features // 256)
+    return TileGemmConfig(64, 64, 4, min(splits, 8), 4)

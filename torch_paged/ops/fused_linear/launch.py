@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ def _start_gemv(
     sizes: Sequence[int],
     pointers: tuple[Tensor, ...],
     numbers: tuple[float, ...],
-    constants: dict[str, object],
+    constants: dict[str, Any],
 ) -> None:
     tokens = min(triton.next_power_of_2(num_tokens), 8)
     block = config.rows * config.warps // config.k_warps
@@ -158,11 +159,11 @@ def _start_gemm(
     sizes: Sequence[int],
     pointers: tuple[Tensor, ...],
     numbers: tuple[float, ...],
-    constants: dict[str, object],
+    constants: dict[str, Any],
     counters: Tensor | None,
 ) -> None:
     rows = config.rows
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if isinstance(config, SmallGemmConfig):
         kernel, tokens = _small_gemm_kernel, max(triton.next_power_of_2(num_tokens), 8)
         step = config.chunks * 32 * config.warps
@@ -176,8 +177,9 @@ def _start_gemm(
     splits = min(config.splits, triton.cdiv(constants["K"], step))
     if counters is None or num_blocks > NUM_COUNTERS:
         splits = 1
-    partials = counter = pointers[-1]
-    if splits > 1:
+    partials: Tensor = pointers[-1]
+    counter: Tensor = pointers[-1]
+    if splits > 1 and counters is not None:
         slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
         partials = torch.empty(
             num_blocks * splits * slot, dtype=torch.float32, device=counters.device

@@ -1,4 +1,4 @@
-"""What the two kernels of `fused_linear` share: finding a program's weight, and the epilogue."""
+"""What the kernels of `fused_linear` share: finding a program's weight, and the epilogue."""
 
 from __future__ import annotations
 

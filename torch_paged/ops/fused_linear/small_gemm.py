@@ -7,8 +7,9 @@ go are the fragments that the lane has to hand to the tensor core: reshape and p
 rename registers. No shared memory, shuffle or conversion stands between a weight and its product.
 x is read the same way, each program reading each element once.
 
-As in gemv.py the first tile does not wait for the previous kernel and later ones are loaded while
-their predecessors are multiplied. The sums of the warps meet in shared memory at the end. Those
+As in gemv.py the first tile does not wait for the previous kernel and later ones, of x too, are
+loaded while their predecessors are multiplied. x comes through L1, where the programs of a
+multiprocessor share it. The sums of the warps meet in shared memory at the end. Those
 of SPLITS programs meet in `partials`: the program that arrives last, as `counters` tells, adds
 them in a fixed order, so that results are reproducible.
 

@@ -29,7 +29,7 @@ class DecodeConfig:
 _FEW_PROGRAMS = DecodeConfig(tile_bytes=32768, programs_per_sm=1, num_warps=8, prefetch_tokens=256)
 _MANY_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2)
 _SMALL_SHARED_MEMORY = DecodeConfig(num_stages=2)
-_NO_ASYNC_COPIES = DecodeConfig(num_stages=1)
+_NO_ASYNC_COPIES = DecodeConfig(tile_bytes=4096, num_stages=1)
 # Small, so that small tests under the interpreter reach several splits.
 _INTERPRETED = DecodeConfig(
     tile_bytes=2048, single_tokens=64, min_split_tokens=32, programs_per_sm=1
@@ -84,7 +84,7 @@ def prefill_config(query: torch.Tensor, block_d: int, num_pairs: int) -> Prefill
     if query.element_size() == 4:
         return PrefillConfig(32, 16 if wide else 32, 8, 1)
     if major < 8:
-        return PrefillConfig(32, 32, 4, 1) if wide else PrefillConfig(64, 64, 4, 1)
+        return PrefillConfig(16 if wide else 32, 16, 4, 1)
     if (major, minor) in ((8, 6), (8, 9)) or major > 10:
         # 100 KiB of shared memory.
         return PrefillConfig(64, 32, 4, 1) if wide else PrefillConfig(64, 64, 4, 2)

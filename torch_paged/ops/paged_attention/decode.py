@@ -10,7 +10,6 @@ from torch_paged.ops.paged_attention.checks import (
     check_slots,
     check_window,
 )
-from torch_paged.ops.paged_attention.decode_cpu import fused_decode_attention_cpu
 from torch_paged.ops.paged_attention.decode_launch import (
     _launch_fused_decode_attention,
     _launch_paged_decode_attention,
@@ -73,7 +72,7 @@ _fused_decode_attention = register_op(
     "Tensor? k_norm=None, float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True, "
     "bool interleaved=False, int window=0, float softcap=0.0, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None) -> Tensor",
-    cpu=fused_decode_attention_cpu,
+    cpu=fused_decode_attention_reference,
     cuda=_launch_fused_decode_attention,
     fake=_fake_fused_decode_attention,
 )

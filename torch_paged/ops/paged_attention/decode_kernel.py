@@ -26,6 +26,7 @@ from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, t
         "min_split_tokens",
         "max_tokens",
         "num_blocks",
+        "num_slots",
     ]
 )
 def decode_attention_kernel(
@@ -57,6 +58,7 @@ def decode_attention_kernel(
     min_split_tokens,
     max_tokens,
     num_blocks,
+    num_slots,
     stride_qt,
     stride_kt,
     stride_vt,
@@ -128,10 +130,11 @@ def decode_attention_kernel(
     if HAS_K_NORM:
         k_gain, k_partner_gain = load_gain(k_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
     if PREFETCH:
-        # Read before the wait, so possibly stale: good for hints, and read again below.
+        # Read before the wait, so possibly stale or not yet anything: bounded at every step, good
+        # for hints alone, and read again below.
         hint = tl.load(slots_ptr + row, cache_modifier=".cg")
         reach = tl.where(hint >= 0, max_tokens, 0)
-        hint = tl.maximum(hint, 0).to(tl.int64)
+        hint = tl.minimum(tl.maximum(hint, 0), num_slots - 1).to(tl.int64)
         hint_stop = tl.load(context_lens_ptr + hint, cache_modifier=".cg")
         hint_stop = tl.minimum(tl.maximum(hint_stop, 0), reach)
         _, hint_first, hint_low, hint_high = range_of_split(

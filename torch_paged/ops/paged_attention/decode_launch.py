@@ -103,6 +103,7 @@ def _launch_fused_decode_attention(
         max(config.min_split_tokens, tile),
         max_tokens,
         k_cache.shape[0],
+        context_lens.shape[0],
         query.stride(0),
         key.stride(0),
         value.stride(0),

@@ -1,0 +1,162 @@
+"""The layers that ops_linear.py times, and the configurations that its sweep tries for them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_paged.ops.fused_linear import NUM_COUNTERS
+from torch_paged.ops.fused_linear.configs import (
+    Config,
+    GemvConfig,
+    Problem,
+    SmallGemmConfig,
+    TileGemmConfig,
+    choose_config,
+    device_key,
+    token_bucket,
+)
+
+BF16 = torch.bfloat16
+
+
+class Layer(NamedTuple):
+    """A fused_linear call of a model."""
+
+    name: str
+    sizes: tuple[str | int, ...]
+    in_features: int
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.num_rows * self.in_features
+
+    def options(self, num_tokens: int) -> dict[str, Any]:
+        """Return the call's other arguments, made anew."""
+        device = torch.device("cuda")
+        width = self.num_rows // 2 if self.gated else self.num_rows
+        options: dict[str, Any] = {"counters": torch.zeros(NUM_COUNTERS, dtype=torch.int32).cuda()}
+        if self.norm:
+            gain = 1 + 0.1 * torch.randn(self.in_features, dtype=BF16, device=device)
+            options |= {"norm_weight": gain, "norm": True, "eps": 1e-5}
+        if self.gated:
+            options |= {"activation": "silu", "gated": True}
+        if self.residual:
+            options["residual"] = torch.randn(num_tokens, width, dtype=BF16, device=device)
+        return options
+
+    def weights(self, empty: bool = False) -> list[Tensor]:
+        make = [torch.empty(n, self.in_features, dtype=BF16, device="cuda") for n in self.sizes]
+        return make if empty else [w.normal_(std=self.in_features**-0.5) for w in make]
+
+
+class Model(NamedTuple):
+    num_layers: int
+    layers: tuple[Layer, ...]
+    head: Layer
+
+
+def _model(
+    num_layers: int, hidden: int, heads: tuple[int, int, int], inner: int, vocab: int
+) -> Model:
+    num_heads, num_kv_heads, dim = heads
+    q, kv = num_heads * dim, num_kv_heads * dim
+    layers = (
+        Layer("qkv", (q, kv, kv), hidden, norm=True),
+        Layer("o", (hidden,), q, residual=True),
+        Layer("gate_up", (inner, inner), hidden, norm=True, gated=True),
+        Layer("down", (hidden,), inner, residual=True),
+    )
+    return Model(num_layers, layers, Layer("head", (vocab,), hidden, norm=True))
+
+
+MODELS = {
+    "0.6b": _model(28, 1024, (16, 8, 128), 3072, 151936),
+    "1b": _model(16, 2048, (32, 8, 64), 8192, 128256),
+    "8b": _model(32, 4096, (32, 8, 128), 14336, 128256),
+}
+
+
+def chosen(layer: Layer, num_tokens: int) -> Config:
+    problem = Problem(num_tokens, layer.num_rows, layer.in_features, layer.gated)
+    config = choose_config(device_key(torch.device("cuda", 0)), problem, BF16, True)
+    assert config is not None
+    return config
+
+
+def candidates(layer: Layer, num_tokens: int) -> list[Config]:
+    """Return the configurations worth timing for a layer, the chosen one among them."""
+    streams = 2 if layer.gated else 1
+    found = [chosen(layer, num_tokens)]
+    if num_tokens <= 2:
+        found += _gemv_candidates(layer, num_tokens, streams)
+    if 1 < num_tokens <= 16:
+        found += _small_gemm_candidates(layer, num_tokens, streams)
+    if num_tokens > 2:
+        found += _tile_gemm_candidates(layer, num_tokens, streams)
+    return list(dict.fromkeys(found))
+
+
+def _gemv_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
+    for warps, rows, chunks in itertools.product((4, 8), (1, 2, 4), (1, 2, 4)):
+        loads = rows * chunks * streams
+        for k_warps in (1, 2, 4, 8):
+            tiles = -(-layer.in_features // (k_warps * chunks * 256))
+            waste = tiles * k_warps * chunks * 256 / layer.in_features
+            if not 4 <= loads <= 8 or k_warps > warps or waste > 1.4:
+                continue
+            if tiles > 4 or rows * warps // k_warps * streams > 16:
+                continue
+            registers = 96 if num_tokens == 2 else 64 if loads < 8 else 80
+            found.append(GemvConfig(rows, chunks, warps, k_warps, registers))
+            if k_warps <= 2 and layer.in_features == 1024:
+                found.append(GemvConfig(rows, chunks, warps, k_warps, 128))
+    return found
+
+
+def _small_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
+    tokens = max(token_bucket(num_tokens), 8)
+    for warps, rows, chunks in itertools.product((4, 8), (8, 16, 32, 64), (1, 2, 4, 8)):
+        loads = rows // 8 * chunks * streams
+        if not 4 <= loads <= 8 or not tokens <= rows <= 512 // tokens or chunks * tokens > 64:
+            continue
+        for splits in (1, 2, 4):
+            per_program = layer.in_features // splits
+            nbytes = 2 * rows * streams * per_program
+            if per_program < warps * chunks * 32 or not 16 << 10 <= nbytes <= 512 << 10:
+                continue
+            # More than 4 loads ahead, of weights and of x, spill out of 128 registers.
+            registers = 128 if loads < 8 else 168 if warps == 4 else 255
+            if splits == 1 or (layer.in_features >= 2048 and nbytes <= 128 << 10):
+                found.append(SmallGemmConfig(rows, chunks, warps, splits, registers))
+    return found
+
+
+def _tile_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
+    for rows, block_k in itertools.product((32, 64, 128), (64, 128)):
+        if rows * streams < num_tokens or rows * num_tokens * streams > 8192:
+            continue
+        blocks = layer.num_rows // streams // rows
+        stages = 3 if block_k == 128 else 4
+        for splits in (1, 2, 4, 8):
+            tiles = layer.in_features // (block_k * splits)
+            fits = stages * 2 * block_k * (rows * streams + num_tokens) <= 110_000
+            fits &= num_tokens > 8 or rows * streams == 128
+            if not fits or tiles < stages:
+                continue
+            if 48 <= blocks * splits and (splits == 1 or blocks * splits <= 800):
+                found.append(TileGemmConfig(rows, block_k, 4, splits, stages))
+    return found

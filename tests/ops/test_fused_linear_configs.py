@@ -1,0 +1,127 @@
+"""The choice of a configuration: the table is usable and every problem gets one that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_paged.ops.fused_linear import MAX_KERNEL_ROWS, fused_linear
+from torch_paged.ops.fused_linear.configs import (
+    KINDS,
+    TOKEN_BUCKETS,
+    GemvConfig,
+    Problem,
+    SmallGemmConfig,
+    TileGemmConfig,
+    choose_config,
+    size_class,
+)
+from torch_paged.ops.fused_linear.table import TABLE
+
+H200 = (90, 132)
+ENTRIES = [(key, shape, entry) for key, t in TABLE.items() for shape, entry in t.items()]
+
+
+def assert_valid(config: object, problem: Problem) -> None:
+    sizes = [v for k, v in config._asdict().items() if k not in ("registers", "stages")]
+    assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
+    if isinstance(config, GemvConfig):
+        assert config.k_warps <= config.warps <= 16
+    elif isinstance(config, SmallGemmConfig):
+        assert config.rows >= 8
+        # A thread's share of the sums, in registers.
+        assert config.rows * max(problem.num_tokens, 8) * (1 + problem.gated) <= 96 * 32
+    else:
+        streams = 1 + problem.gated
+        tile = 2 * config.block_k * (config.rows * streams + problem.num_tokens)
+        assert config.rows >= 16 and config.block_k >= 16
+        assert config.stages * tile <= 160 << 10
+    if hasattr(config, "registers"):
+        assert config.registers * config.warps * 32 <= 65536
+
+
+@pytest.mark.parametrize(("key", "shape", "entry"), ENTRIES)
+def test_every_entry_of_the_table_is_a_valid_configuration(
+    key: tuple[int, int], shape: tuple[int, int, int, bool], entry: tuple[str | int, ...]
+) -> None:
+    bucket, _, _, gated = shape
+    assert bucket in TOKEN_BUCKETS
+    kind, *fields = entry
+    assert_valid(KINDS[kind](*fields), Problem(bucket, 4096, 4096, gated))
+
+
+@pytest.mark.parametrize("key", [H200, (90, 114), (80, 108), (89, 24), (100, 148), (75, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 33, 64])
+def test_every_problem_gets_a_valid_configuration(
+    key: tuple[int, int], dtype: torch.dtype, num_tokens: int
+) -> None:
+    for num_rows in (1, 192, 1024, 6144, 28672, 151936):
+        for in_features in (1, 80, 576, 1024, 4096, 14336):
+            for gated in (False, True):
+                problem = Problem(num_tokens, num_rows, in_features, gated)
+                config = choose_config(key, problem, dtype, True)
+                if config is None:
+                    assert key[0] == 75 and dtype == torch.float16 and num_tokens > 8
+                else:
+                    assert_valid(config, problem)
+                if dtype == torch.float32:
+                    assert isinstance(config, GemvConfig)
+
+
+def test_no_sum_is_split_without_counters() -> None:
+    problem = Problem(32, 4096, 4096, False)
+    assert choose_config(H200, problem, torch.bfloat16, True).splits > 1
+    assert choose_config(H200, problem, torch.bfloat16, False).splits == 1
+
+
+def test_a_measured_shape_lends_its_configuration_to_its_neighbours_only() -> None:
+    measured = choose_config(H200, Problem(1, 4096, 4096, False), torch.bfloat16, True)
+    near = choose_config(H200, Problem(1, 5120, 5120, False), torch.bfloat16, True)
+    assert near == measured
+    far = choose_config(H200, Problem(64, 64, 262144, False), torch.bfloat16, True)
+    assert isinstance(far, TileGemmConfig) and far.rows == 64
+
+
+def test_more_rows_than_the_kernels_take_get_none() -> None:
+    problem = Problem(MAX_KERNEL_ROWS + 1, 4096, 4096, False)
+    assert choose_config(H200, problem, torch.bfloat16, True) is None
+
+
+def test_size_classes_are_half_octaves() -> None:
+    assert [size_class(n) for n in (1, 2, 3, 4, 5, 6, 7, 8)] == [0, 2, 3, 4, 4, 5, 5, 6]
+
+
+X = torch.zeros(2, 16)
+W = torch.zeros(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "weights must be 1 to 3"),
+        ([W] * 4, {}, ValueError, "weights must be 1 to 3"),
+        ([W], {"gated": True, "activation": "silu"}, ValueError, "exactly 2"),
+        ([W, W[:4]], {"gated": True, "activation": "silu"}, ValueError, "one shape"),
+        ([W, W], {"gated": True}, ValueError, "activation must be one of"),
+        ([W], {"activation": "swish"}, ValueError, "activation must be one of"),
+        ([W[:, :8]], {}, ValueError, r"\[out_features, 16\]"),
+        ([torch.zeros(16, 8).T], {}, ValueError, "contiguous in its last dim"),
+        ([W.bfloat16()], {}, TypeError, "dtype of x"),
+        ([W], {"biases": [W[0], W[0]]}, ValueError, "biases must be empty or 1"),
+        ([W], {"biases": [W[0]]}, ValueError, r"contiguous \[8\]"),
+        ([W], {"norm_weight": X[0]}, ValueError, "without norm=True"),
+        ([W], {"norm_weight": X[0, :8], "norm": True}, ValueError, r"contiguous \[16\]"),
+        ([W], {"residual": X}, ValueError, r"residual must be \[2, 8\]"),
+        ([W], {"residual": torch.zeros(2, 8).half()}, TypeError, "dtype of x"),
+        ([W], {"counters": torch.zeros(4, dtype=torch.int32)}, ValueError, "counters must be"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    weights: list[torch.Tensor],
+    options: dict[str, object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        fused_linear(X, weights, **options)

@@ -1,0 +1,358 @@
+"""A decode step of few float32 rows on the CPU, written for the number and the cost of calls.
+
+After the weights of a layer have been streamed, caches are cold, and a torch call on a vector of
+some hundred floats costs 25 us or more, a NumPy call into a static buffer a third of that. So
+this form of a plan keeps every value in a static buffer with a torch and a NumPy face, lets torch
+do the projections, and NumPy the little that is between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_paged.decoder.inputs import Binding
+from torch_paged.decoder.plan import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    Glu,
+    Instruction,
+    Linear,
+    LogitTransform,
+    Norm,
+    Plan,
+    RotaryTable,
+)
+from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.spec import AttentionSpec, NormSpec
+
+# Attention walks the rows one by one; past this many the batched ops are quicker.
+MAX_HOST_ROWS = 8
+
+Array = np.ndarray  # float32 throughout, except for ids and positions
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """One value of the plan: the same memory as a tensor and as an array [num_rows, width]."""
+
+    tensor: Tensor
+    array: Array
+
+
+@dataclass(slots=True)
+class _Row:
+    """Where a row stands in the cache: its slot, newest index and blocks."""
+
+    slot: int
+    last: int
+    blocks: list[int]
+    adjacent: bool  # the blocks lie one after the other
+
+
+class Unsupported(Exception):  # noqa: N818 - it is an answer, not an error
+    """Raised while building, where an instruction has no form here."""
+
+
+Call = Callable[[], None]
+
+
+class HostStep:
+    """One decode step of `num_rows` rows; raises `Unsupported` where the plan has no such form.
+
+    Args:
+        plan: an unfused or add-norm-fused decode plan.
+        binding: float32 state and cache on the CPU.
+    """
+
+    def __init__(self, plan: Plan, binding: Binding, num_rows: int) -> None:
+        self._binding = binding
+        self._num_rows = num_rows
+        self._values: dict[str, _Buffer] = {}
+        self._rows: list[_Row] = []
+        self._slots: list[int] = []
+        self._block_size = binding.keys[0].shape[2]
+        if any(t.dtype != torch.float32 for t in (*binding.keys, *binding.values)):
+            raise Unsupported("the cache is not float32")
+        state = binding.state
+        self._last_token = state.last_token.numpy()
+        self._positions = state.positions.numpy()
+        self._context_lens = state.context_lens.numpy()
+        self._block_table = state.block_table.numpy()
+        self._calls = [self._build(instruction) for instruction in plan.instructions]
+        self._result = self._values[plan.result].tensor
+
+    def __call__(self, slots: list[int]) -> Tensor:
+        """Return logits [num_rows, vocab_size], valid until the next call; no slot may be -1."""
+        self._slots = slots
+        self._rows = [self._row(slot) for slot in slots]
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for call in self._calls:
+                call()
+        return self._result
+
+    def _row(self, slot: int) -> _Row:
+        last = int(self._context_lens[slot])
+        blocks = self._block_table[slot, : last // self._block_size + 1].tolist()
+        adjacent = blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == list(
+            range(blocks[0], blocks[-1] + 1)
+        )
+        return _Row(slot, last, blocks, adjacent)
+
+    def _buffer(self, name: str, width: int) -> _Buffer:
+        with torch.inference_mode(False):
+            tensor = torch.zeros(self._num_rows, width)
+        self._values[name] = _Buffer(tensor, tensor.numpy())
+        return self._values[name]
+
+    def _build(self, ins: Instruction) -> Call:
+        match ins:
+            case Embed():
+                return self._embed(ins)
+            case RotaryTable():
+                return self._rotary(ins)
+            case Norm():
+                return self._norm(ins)
+            case Linear():
+                return self._linear(ins)
+            case Attention():
+                return self._attention(ins)
+            case Add():
+                return self._add(ins)
+            case Glu() | Activate():
+                return self._activation(ins)
+            case LogitTransform():
+                return self._transform(ins)
+        raise Unsupported(f"{type(ins).__name__} has no form here")
+
+    def _embed(self, ins: Embed) -> Call:
+        module = ins.ref.module
+        scaled = ins.scale != 1.0
+        if plain_slot(module).kind != "fused" or module.weight.dtype != torch.float32:
+            raise Unsupported(f"{ins.ref.name} is called as a module")
+        table = module.weight.detach().numpy()
+        out = self._buffer(ins.target, table.shape[1]).array
+        scale = np.float32(ins.scale)
+
+        def call() -> None:
+            np.take(table, self._last_token[self._slots], axis=0, out=out, mode="clip")
+            if scaled:
+                np.multiply(out, scale, out=out)
+
+        return call
+
+    def _rotary(self, ins: RotaryTable) -> Call:
+        module = ins.spec.ref.module
+        inv_freq = getattr(module, ins.spec.buffer).detach().float()
+        scaling = ins.spec.scaling
+        half = inv_freq.shape[0]
+        cos, sin = (self._buffer(name, half) for name in ins.targets)
+
+        def call() -> None:
+            positions = torch.from_numpy(self._positions[self._slots]).float()
+            angles = positions[:, None] * inv_freq
+            torch.mul(angles.cos(), scaling, out=cos.tensor)
+            torch.mul(angles.sin(), scaling, out=sin.tensor)
+
+        return call
+
+    def _gain(self, spec: NormSpec) -> Array | None:
+        weight = getattr(spec.ref.module, "weight", None)
+        plain = plain_slot(spec.ref.module).kind == "fused"
+        if (
+            spec.kind != "rms"
+            or not plain
+            or (weight is not None and weight.dtype != torch.float32)
+        ):
+            raise Unsupported(f"{spec.ref.name} is called as a module")
+        return None if weight is None else weight.detach().numpy()
+
+    def _norm(self, ins: Norm) -> Call:
+        source = self._values[ins.source].array
+        residual = None if ins.residual is None else self._values[ins.residual].array
+        out = self._buffer(ins.target, source.shape[1]).array
+        summed = source
+        if ins.summed is not None:
+            summed = self._buffer(ins.summed, source.shape[1]).array
+        scale_rows = _rms_scaler(self._gain(ins.spec), ins.spec)
+
+        def call() -> None:
+            if residual is not None:
+                np.add(residual, source, out=summed)
+            scale_rows(summed, out)
+
+        return call
+
+    def _linear(self, ins: Linear) -> Call:
+        if ins.norm is not None or ins.activation is not None or ins.residual is not None:
+            raise Unsupported("the plan is fused for a GPU")
+        source = self._values[ins.source].tensor
+        calls = []
+        for part, target in zip(ins.parts, ins.targets, strict=True):
+            module = part.ref.module
+            if linear_slot(module).kind != "fused" or module.weight.dtype != torch.float32:
+                raise Unsupported(f"{part.ref.name} is called as a module")
+            weight = module.weight.detach()
+            bias = None if module.bias is None else module.bias.detach()
+            out = self._buffer(target, weight.shape[0]).tensor
+            calls.append((weight.T, bias, out))
+
+        def call() -> None:
+            for weight, bias, out in calls:
+                if bias is None:
+                    torch.mm(source, weight, out=out)
+                else:
+                    torch.addmm(bias, source, weight, out=out)
+
+        return call
+
+    def _attention(self, ins: Attention) -> Call:
+        spec = ins.spec
+        special = spec.softcap or spec.sinks is not None or spec.interleaved
+        if special or spec.layout == "per_head":
+            raise Unsupported("this attention has no form here")
+        query, key, value = self._heads(spec, ins.projections)
+        tables = None if ins.tables is None else [self._values[t].array for t in ins.tables]
+        out = self._buffer(ins.target, spec.num_heads * spec.v_head_dim).array
+        out = out.reshape(self._num_rows, spec.num_heads, spec.v_head_dim)
+        norms: list[Callable[[Array, Array], None]] = []
+        if spec.q_norm is not None and spec.k_norm is not None and not spec.qk_norm_full:
+            norms = [_rms_scaler(self._gain(norm), norm) for norm in (spec.q_norm, spec.k_norm)]
+        k_cache = self._binding.keys[ins.layer].numpy()
+        v_cache = self._binding.values[ins.layer].numpy()
+
+        def call() -> None:
+            for norm, heads in zip(norms, (query, key), strict=False):
+                norm(heads, heads)
+            if tables is not None:
+                _rotate(query, *tables)
+                _rotate(key, *tables)
+            for at, row in enumerate(self._rows):
+                keys = self._append(row, k_cache, key[at], spec.window)
+                values = self._append(row, v_cache, value[at], spec.window)
+                out[at] = _attend(query[at], keys, values, spec.scale)
+
+        return call
+
+    def _heads(self, spec: AttentionSpec, names: tuple[str, ...]) -> tuple[Array, Array, Array]:
+        """Return query, key and value [num_rows, heads, dim] as views of the projections."""
+        sizes = [
+            (spec.num_heads, spec.head_dim),
+            (spec.num_kv_heads, spec.head_dim),
+            (spec.num_kv_heads, spec.v_head_dim),
+        ]
+        if len(names) == 3:
+            arrays = [self._values[name].array for name in names]
+        else:
+            bounds = np.cumsum([heads * dim for heads, dim in sizes])[:-1]
+            arrays = np.split(self._values[names[0]].array, bounds, axis=1)
+        query, key, value = (_view(a, size) for a, size in zip(arrays, sizes, strict=True))
+        return query, key, value
+
+    def _append(self, row: _Row, cache: Array, token: Array, window: int) -> Array:
+        """Write `token` [Hkv, D] behind the row; return what it attends to, [Hkv, L, D]."""
+        size = self._block_size
+        first = max(0, row.last - window + 1) if window > 0 else 0
+        blocks = row.blocks[first // size :]
+        cache[blocks[-1], :, row.last % size] = token
+        held = cache[blocks[0] : blocks[-1] + 1] if row.adjacent else cache[blocks]
+        tokens = held.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1, cache.shape[3])
+        base = first // size * size
+        return tokens[:, first - base : row.last + 1 - base]
+
+    def _add(self, ins: Add) -> Call:
+        left, right = self._values[ins.left].array, self._values[ins.right].array
+        out = self._buffer(ins.target, left.shape[1]).array
+        multiplier = np.float32(ins.multiplier)
+        scaled = ins.multiplier != 1.0
+
+        def call() -> None:
+            np.add(left, right * multiplier if scaled else right, out=out)
+
+        return call
+
+    def _activation(self, ins: Glu | Activate) -> Call:
+        sources = [self._values[name].tensor for name in ins.sources]
+        act = _ACTIVATIONS[ins.activation]
+        if isinstance(ins, Glu) and len(sources) == 1:
+            sources = list(sources[0].chunk(2, dim=-1))
+        out = self._buffer(ins.target, sources[0].shape[1]).tensor
+
+        def call() -> None:
+            if len(sources) == 2:
+                torch.mul(act(sources[0]), sources[1], out=out)
+            else:
+                out.copy_(act(sources[0]))
+
+        return call
+
+    def _transform(self, ins: LogitTransform) -> Call:
+        source = self._values[ins.source].tensor
+        out = self._buffer(ins.target, source.shape[1]).tensor
+
+        def call() -> None:
+            torch.mul(source, ins.scale, out=out)
+            if ins.softcap:
+                out.div_(ins.softcap).tanh_().mul_(ins.softcap)
+
+        return call
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+
+
+def _view(array: Array, size: tuple[int, int]) -> Array:
+    """Divide the inner dim of an array whose rows may be strided, without a copy."""
+    row, item = array.strides
+    shape = (array.shape[0], *size)
+    return np.lib.stride_tricks.as_strided(array, shape, (row, size[1] * item, item))
+
+
+def _rms_scaler(gain: Array | None, spec: NormSpec) -> Callable[[Array, Array], None]:
+    """Return ``scale(x, out)``: out = x / rms(x) * (gain + offset) over the last dim."""
+    eps, offset = spec.eps, np.float32(spec.offset)
+
+    def scale(x: Array, out: Array) -> None:
+        mean = np.einsum("...i,...i->...", x, x, dtype=np.float32)
+        mean /= x.shape[-1]
+        mean += eps
+        np.multiply(x, 1.0 / np.sqrt(mean)[..., None], out=out)
+        if gain is not None:
+            np.multiply(out, gain + offset if spec.offset else gain, out=out)
+
+    return scale
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> None:
+    """Turn the first 2R dims of x [num_rows, heads, dim] in place by cos and sin [num_rows, R]."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = first * sin
+    first *= cos
+    first -= second * sin
+    second *= cos
+    second += turned
+
+
+def _attend(query: Array, keys: Array, values: Array, scale: float) -> Array:
+    """Attend query [Hq, D] over keys and values [Hkv, L, D]; [Hq, Dv]."""
+    num_kv_heads = keys.shape[0]
+    grouped = query.reshape(num_kv_heads, -1, query.shape[-1])
+    scores = np.matmul(grouped, keys.transpose(0, 2, 1))
+    scores *= np.float32(scale)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return np.matmul(scores, values).reshape(query.shape[0], -1)

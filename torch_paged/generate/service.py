@@ -1,0 +1,319 @@
+"""The requests on one accelerated model: handed in from any thread, served by whoever steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_paged.engine.engine import ServingEngine
+from torch_paged.engine.job import Job
+from torch_paged.engine.output import RequestOutput
+from torch_paged.engine.request import FinishReason, Request
+from torch_paged.errors import TorchPagedError, UnsupportedModelError
+from torch_paged.generate.registry import find_session
+from torch_paged.generate.request_params import Merge, prompt_list, resolve_params
+from torch_paged.generate.session import Session
+from torch_paged.generate.stepping import Mailbox, Stepper, on_device
+from torch_paged.log import logger
+from torch_paged.patches import seams
+
+
+class Service:
+    """What the doors of continuous batching share; `Engine` is the one for everybody.
+
+    Args:
+        target: an accelerated model.
+
+    Raises:
+        UnsupportedModelError: neither tier fits the model.
+    """
+
+    def __init__(self, target: nn.Module) -> None:
+        self.target = target
+        self._closed = self._is_stepping = False
+        self._mutex = threading.Lock()  # guards what submit and cancel share with a step
+        self._counter = itertools.count()
+        self._live: dict[Hashable, Hashable] = {}  # sequence -> request, until its end is reported
+        self._sequences: dict[Hashable, set[Hashable]] = {}  # request -> its live sequences
+        self._inbox: deque[Job | _Cancel] = deque()
+        self._mailboxes: list[Mailbox] = []
+        self._idle = threading.Event()
+        self._idle.set()
+        self._engine: ServingEngine | None = None
+        self._stepper = Stepper(self._advance_alone, lambda: not self.is_idle)
+        session = self.session()
+        self._random = random.Random(session.config.seed)
+        with on_device(session):
+            self._serving(session)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has ended and its end was reported."""
+        return not self._live
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be added: not after `close`, nor after the model was restored."""
+        return not self._closed and find_session(self.target) is not None
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread that steps, None if it does not run."""
+        return self._stepper.thread
+
+    @property
+    def engine(self) -> ServingEngine:
+        """The loop that served last."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
+    def start(self) -> None:
+        """Step in a thread of its own whenever there is work."""
+        self.session()
+        self._stepper.start()
+
+    def stop(self) -> None:
+        """End that thread; what is left waits for someone to step."""
+        self._stepper.stop()
+
+    def cancel(self, request_id: Hashable) -> None:
+        """End a request with all its sequences, or one of these, as "cancelled".
+
+        Raises:
+            KeyError: there is no such request, or its end has been reported.
+        """
+        with self._mutex:
+            if request_id not in self._live:
+                raise KeyError(request_id)
+            names = self._sequences.get(request_id, {request_id})
+            self._inbox.extend(_Cancel(name) for name in names)
+        self._stepper.notify()
+
+    def cancel_all(self) -> None:
+        """End all requests as "cancelled"."""
+        with self._mutex:
+            self._inbox.extend(_Cancel(name) for name in self._live)
+        self._stepper.notify()
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int] | torch.Tensor,
+        generation_config: Any,
+        request_id: Hashable,
+        overrides: dict[str, Any],
+        *,
+        private: bool = False,
+        streams: bool = True,
+        shares_prefix: bool = True,
+        merge: Merge = seams.merge_generation_config,
+    ) -> list[Hashable]:
+        """Add a request as `Engine.add_request` does; return the ids of its sequences.
+
+        Args:
+            private: outputs go to ``on_output`` alone.
+            streams: ``on_output`` hears of new tokens, not only of the end.
+            shares_prefix: its prompt may share blocks with other requests.
+            merge: how `generation_config` and overrides become one config.
+        """
+        session = self.session()
+        ids = prompt_list(prompt_ids, self.target)
+        params = resolve_params(
+            self.target, len(ids), generation_config, overrides, self._draw_seed, merge
+        )
+        number = next(self._counter)
+        if request_id is None:
+            request_id = f"req_{number}"
+        # Without prefix caching only the samples of one prompt share its blocks.
+        shares_prefix &= session.config.enable_prefix_caching
+        salt = b"" if shares_prefix else b"request %d" % number
+        jobs: list[Job] = []
+        for index, sample in enumerate(params.samples):
+            name = request_id if index == 0 else f"{request_id}__child#{index - 1}"
+            request = Request(
+                name,
+                ids,
+                sample.max_new_tokens,
+                priority=params.priority,
+                deadline=params.deadline,
+                cache_salt=salt,
+            )
+            logprobs: list[float] | None = [] if sample.logprobs else None
+            jobs.append(Job(request, sample, params.on_output, private, streams, logprobs))
+        names = [job.request.request_id for job in jobs]
+        with self._mutex:
+            for name in names:
+                if name in self._live:
+                    raise ValueError(f"request_id {name!r} is in use; choose another, or None")
+            self._live.update(dict.fromkeys(names, request_id))
+            self._sequences[request_id] = set(names)
+            self._inbox.extend(jobs)
+            self._idle.clear()
+        self._stepper.notify()
+        return names
+
+    def wait_until_idle(self, timeout: float | None = None) -> bool:
+        """Wait until others have brought all requests to their end; say whether they have."""
+        return self._idle.wait(timeout)
+
+    def stream(self, *, tokens: bool) -> Iterator[RequestOutput]:
+        """Step until no request is left; yield outputs, without `tokens` the last ones alone."""
+        self.session()
+        with self._listening(tokens=tokens) as mailbox:
+            while self._live:
+                self.advance(tokens=tokens)
+                yield from mailbox.drain()
+            yield from mailbox.drain()
+
+    def advance(self, *, tokens: bool) -> list[RequestOutput]:
+        """Take one step; return the outputs, without `tokens` those of ended requests alone."""
+        session = self.session()
+        with on_device(session):
+            if self._is_stepping:
+                raise TorchPagedError("step, stream and run must not be called from a callback")
+            self._is_stepping = True
+            try:
+                engine = self._serving(session)
+                self._empty_inbox(engine)
+                engine.step()
+            finally:
+                self._is_stepping = False
+            wanted = tokens or any(mailbox.tokens for mailbox in self._mailboxes)
+            outputs, ended = engine.take_outputs(tokens=wanted)
+            self._deliver(outputs, ended)
+        return outputs
+
+    def weights_changed(self) -> None:
+        """Drop cached prefixes."""
+        session = self.session()
+        with on_device(session):
+            self._serving(session).weights_changed()
+
+    def close(self) -> None:
+        """Cancel what is left; harmless when repeated."""
+        if self._closed:
+            return
+        self._stepper.stop()
+        self._closed = True
+        session = find_session(self.target)
+        with contextlib.nullcontext() if session is None else session.lock:
+            self._end_all("cancelled", None)
+
+    def check_integrity(self) -> None:
+        """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
+        with self.session().lock:
+            self.engine.check_integrity()
+
+    def session(self) -> Session:
+        """Return the session of the model.
+
+        Raises:
+            TorchPagedError: this is closed, or the model was restored.
+        """
+        if self._closed:
+            raise TorchPagedError("the engine is closed; make a new one")
+        session = find_session(self.target)
+        if session is None:
+            raise TorchPagedError(
+                "the engine's model is not accelerated any more (torch_paged.restore was called); "
+                "make a new engine"
+            )
+        return session
+
+    def _draw_seed(self) -> int:
+        with self._mutex:
+            return self._random.getrandbits(64)
+
+    @contextlib.contextmanager
+    def _listening(self, *, tokens: bool) -> Iterator[Mailbox]:
+        mailbox = Mailbox(tokens=tokens)
+        with self._mutex:
+            self._mailboxes.append(mailbox)
+        try:
+            yield mailbox
+        finally:
+            with self._mutex:
+                self._mailboxes.remove(mailbox)
+
+    def _serving(self, session: Session) -> ServingEngine:
+        """Return the loop over the session's core; unfinished jobs move along to a new one."""
+        if self._engine is None or self._engine.is_idle:
+            session.reread_if_changed()
+        if self._engine is not None and self._engine.core is session.core:
+            return self._engine
+        reasons = session.reasons if session.decide_tier() == "eager" else []
+        reason = "; ".join(reasons) or session.self_test_reason()
+        if reason or session.core is None:
+            raise UnsupportedModelError(
+                f"{type(self.target).__name__} cannot be served by an engine: {reason}; call "
+                "model.generate() instead"
+            )
+        old, self._engine = self._engine, ServingEngine(session.core)
+        for job in [] if old is None else old.abandon():
+            self._engine.add(job)
+        return self._engine
+
+    def _advance_alone(self) -> None:
+        """Take a step that must not raise: nobody is there to catch it."""
+        try:
+            self.advance(tokens=False)
+        except Exception as error:
+            if not self._closed:
+                logger.exception("a step of the engine failed")
+                self._end_all("error", f"{type(error).__name__}: {error}")
+
+    def _empty_inbox(self, engine: ServingEngine) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Job):
+                engine.add(item)
+            else:
+                engine.cancel(item.request_id)
+
+    def _deliver(self, outputs: list[RequestOutput], ended: list[Hashable]) -> None:
+        if not (outputs or ended):
+            return
+        with self._mutex:
+            for mailbox in self._mailboxes:
+                mailbox.put(outputs)
+            for name in ended:
+                request_id = self._live.pop(name)
+                sequences = self._sequences[request_id]
+                sequences.discard(name)
+                if not sequences:
+                    del self._sequences[request_id]
+            if not self._live:
+                self._idle.set()
+
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        """End every request for one reason."""
+        engine = self._engine
+        waiting = [item for item in self._inbox if isinstance(item, Job)]
+        self._inbox.clear()
+        if engine is not None:
+            engine.end_all(waiting, reason, error)
+            self._deliver(*engine.take_outputs(tokens=False))
+
+
+class _Cancel:
+    """A request to cancel a sequence."""
+
+    __slots__ = ("request_id",)
+
+    def __init__(self, request_id: Hashable) -> None:
+        self.request_id = request_id
+
+
+__all__ = ["Service"]

@@ -1,0 +1,33 @@
+"""The ops of a decoder without the argument checks of their public functions.
+
+For bound plans, which made every argument themselves and run each op once a layer and step.
+Arguments are those of the schemas.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from torch_paged.ops.registration import registered
+
+for _name in (
+    "embed",
+    "fused_linear",
+    "glu",
+    "paged_attention",
+    "rms_norm",
+    "rotary_cache_write",
+    "rotary_table",
+):
+    import_module(f"torch_paged.ops.{_name}")
+
+activation = registered("activation")
+add_rms_norm = registered("add_rms_norm")
+embed = registered("embed")
+fused_decode_attention = registered("fused_decode_attention")
+fused_linear = registered("fused_linear")
+glu = registered("glu")
+paged_prefill_attention = registered("paged_prefill_attention")
+rms_norm = registered("rms_norm")
+rotary_cache_write = registered("rotary_cache_write")
+rotary_table = registered("rotary_table")
