@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +192,45 @@ def test_two_engines_on_one_model_share_its_memory(answers: Answers) -> None:
         assert_all_free(one)
     for i in range(6):
         assert first[i].token_ids == second[i].token_ids == answers(ids_of(9, i), 12)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_process_is_told_to_make_its_own(answers: Answers) -> None:
+    with make_engine(small_model()) as engine:
+        engine.start()
+        engine.add_request(ids_of(9, 9), max_new_tokens=60, request_id=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for use in (engine.step, engine.run, lambda: engine.cancel(0)):
+                    with pytest.raises(torch_paged.errors.TorchPagedError, match="after the fork"):
+                        use()
+                engine.close()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        tokens = answers(ids_of(9, 9), 60)
+        outputs = engine.run()
+        assert 0 not in outputs or outputs[0].token_ids == tokens
+
+
+def test_an_engine_dropped_in_mid_work_gives_back_what_it_held(answers: Answers) -> None:
+    with make_engine(small_model()) as kept:
+        dropped = torch_paged.Engine(kept._target)
+        dropped.add_request(ids_of(40, 1), max_new_tokens=60)
+        dropped.step()
+        core = core_of(kept)
+        assert core.allocator.num_live > 0
+        del dropped
+        gc.collect()
+        kept.add_request(ids_of(9, 9), max_new_tokens=8, request_id=0)
+        assert kept.run()[0].token_ids == answers(ids_of(9, 9), 8)
+        assert_all_free(kept)
 
 
 def test_async_tasks_each_get_their_own(answers: Answers) -> None:

@@ -217,6 +217,36 @@ def test_a_handler_hears_on_its_event_loop(model: Any, answers: Answers) -> None
     assert heard[-1].generated_tokens == answers(PROMPTS[1], NUM_TOKENS) and len(heard) > 3
 
 
+def test_the_server_of_transformers_goes_through_the_engine(accelerate: Any) -> None:
+    serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
+    from models import byte_tokenizer
+    from serving_case import reference_model
+
+    model = accelerate(copy.deepcopy(reference_model(8)))
+    ids, tokenizer = ids_of(9, 9, 250), byte_tokenizer()
+    expected = Answers(reference_model(8))(ids, 12)
+    config = config_of(model, max_new_tokens=12)
+
+    async def main() -> tuple[list[int], str, str]:
+        server = serving.CBGenerateManager()
+        server.init_cb(model, config)
+        inputs = {"input_ids": ids}
+        text, _, tokens = await server.generate_non_streaming(
+            model, tokenizer, inputs, config, "whole"
+        )
+        pieces, _ = server.generate_streaming(model, tokenizer, inputs, config, "pieces")
+        streamed = ""
+        while (piece := await asyncio.wait_for(pieces.get(), 60)) is not None:
+            streamed += piece
+        server.stop()
+        return tokens, text, streamed
+
+    tokens, text, streamed = asyncio.run(main())
+    assert tokens == expected and text == tokenizer.decode(expected, skip_special_tokens=True)
+    # A character whose bytes have not all come is held back.
+    assert streamed and text.startswith(streamed)
+
+
 def test_cancelled_requests_fail_and_the_rest_goes_on(model: Any, answers: Answers) -> None:
     with model.continuous_batching_context_manager(
         generation_config=config_of(model, max_new_tokens=80)

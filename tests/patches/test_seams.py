@@ -25,6 +25,40 @@ def test_sample_has_the_arguments_that_we_replace():
     ]
 
 
+def test_doors_of_continuous_batching_have_the_arguments_that_we_replace():
+    names = {name: seam.original for name, seam in seams.BATCHING_SEAMS.items()}
+    arguments = list(inspect.signature(names["init_continuous_batching"]).parameters)
+    assert arguments == [
+        "self",
+        "generation_config",
+        "continuous_batching_config",
+        "workload_hints",
+    ]
+    assert list(inspect.signature(names["generate_batch"]).parameters) == [
+        "self",
+        "inputs",
+        "generation_config",
+        "continuous_batching_config",
+        "record_timestamps",
+        "progress_bar",
+        "persistent_manager",
+        "warmup",
+        "kwargs",
+    ]
+
+
+def test_manager_replaces_everything_that_needs_the_bases_constructor():
+    from torch_paged.generate.manager import EngineManager
+
+    base = seams.ContinuousBatchingManager
+    public = {name for name in vars(base) if not name.startswith("_")}
+    # These read only what our constructor sets as well.
+    inherited = {"get_result", "request_id_iter", "register_result_handler"}
+    # Never called from outside the base: it switches the model's attention.
+    inherited.add("switch_to_cb_friendly_attn")
+    assert public - set(vars(EngineManager)) == inherited
+
+
 @pytest.mark.parametrize("key", FAMILIES, ids=lambda key: key[1])
 def test_every_row_names_a_class_that_exists(key):
     module, name = key

@@ -107,31 +107,35 @@ def _call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _bind_embed(ins: Embed, decode: bool, binding: Binding) -> Call:
-    module, target = ins.ref.module, ins.target
+    target, multiplier = ins.target, ins.multiplier
+    look_up = _bind_look_up(ins, decode, binding)
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        embedded = look_up(inputs) if inputs.embeddings is None else inputs.embeddings
+        values[target] = embedded if multiplier == 1.0 else embedded * multiplier
+
+    return call
+
+
+def _bind_look_up(ins: Embed, decode: bool, binding: Binding) -> Callable[[StepInputs], Tensor]:
+    module = ins.ref.module
     last_token = binding.state.last_token
     if type(module) is not nn.Embedding and plain_slot(module).kind != "fused":
         call = _call_module(module, decode)
 
-        def opaque(values: Values, inputs: StepInputs) -> None:
-            if inputs.embeddings is not None:
-                values[target] = inputs.embeddings
-                return
+        def opaque(inputs: StepInputs) -> Tensor:
             ids = last_token[inputs.slots.clamp(min=0)] if decode else inputs.ids
             assert ids is not None
-            values[target] = call(ids)
+            return call(ids)
 
         return opaque
-    weight = module.weight.detach()
-    scale = float(torch.tensor(ins.scale, dtype=weight.dtype))
+    weight, scale = module.weight.detach(), ins.scale
 
-    def own(values: Values, inputs: StepInputs) -> None:
-        if inputs.embeddings is not None:
-            values[target] = inputs.embeddings
-        elif decode:
-            values[target] = embed(last_token, inputs.slots, weight, scale=scale)
-        else:
-            assert inputs.ids is not None
-            values[target] = embed(inputs.ids, None, weight, scale=scale)
+    def own(inputs: StepInputs) -> Tensor:
+        if decode:
+            return embed(last_token, inputs.slots, weight, scale=scale)
+        assert inputs.ids is not None
+        return embed(inputs.ids, None, weight, scale=scale)
 
     return own
 

@@ -107,7 +107,7 @@ class HostStep:
 
     def _buffer(self, name: str, width: int) -> _Buffer:
         with torch.inference_mode(False):
-            tensor = torch.zeros(self._num_rows, width)
+            tensor = torch.zeros(self._num_rows, width, dtype=torch.float32)
         self._values[name] = _Buffer(tensor, tensor.numpy())
         return self._values[name]
 
@@ -133,17 +133,16 @@ class HostStep:
 
     def _embed(self, ins: Embed) -> Call:
         module = ins.ref.module
-        scaled = ins.scale != 1.0
         if plain_slot(module).kind != "fused" or module.weight.dtype != torch.float32:
             raise Unsupported(f"{ins.ref.name} is called as a module")
         table = module.weight.detach().numpy()
         out = self._buffer(ins.target, table.shape[1]).array
-        scale = np.float32(ins.scale)
+        factors = [np.float32(f) for f in (ins.scale, ins.multiplier) if f != 1.0]
 
         def call() -> None:
             np.take(table, self._last_token[self._slots], axis=0, out=out, mode="clip")
-            if scaled:
-                np.multiply(out, scale, out=out)
+            for factor in factors:
+                np.multiply(out, factor, out=out)
 
         return call
 
@@ -214,7 +213,7 @@ class HostStep:
 
     def _attention(self, ins: Attention) -> Call:
         spec = ins.spec
-        special = spec.softcap or spec.sinks is not None or spec.interleaved
+        special = spec.softcap or spec.sinks is not None
         if special or spec.layout == "per_head":
             raise Unsupported("this attention has no form here")
         query, key, value = self._heads(spec, ins.projections)
@@ -231,8 +230,8 @@ class HostStep:
             for norm, heads in zip(norms, (query, key), strict=False):
                 norm(heads, heads)
             if tables is not None:
-                _rotate(query, *tables)
-                _rotate(key, *tables)
+                _rotate(query, *tables, spec.interleaved)
+                _rotate(key, *tables, spec.interleaved)
             for at, row in enumerate(self._rows):
                 keys = self._append(row, k_cache, key[at], spec.window)
                 values = self._append(row, v_cache, value[at], spec.window)
@@ -309,6 +308,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
     "relu": nn.functional.relu,
+    "relu2": lambda x: nn.functional.relu(x).square(),
 }
 
 
@@ -334,10 +334,13 @@ def _rms_scaler(gain: Array | None, spec: NormSpec) -> Callable[[Array, Array], 
     return scale
 
 
-def _rotate(x: Array, cos: Array, sin: Array) -> None:
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     """Turn the first 2R dims of x [num_rows, heads, dim] in place by cos and sin [num_rows, R]."""
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        first, second = x[..., :half], x[..., half : 2 * half]
     cos, sin = cos[:, None], sin[:, None]
     turned = first * sin
     first *= cos

@@ -26,11 +26,12 @@ Mode = Literal["decode", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """target = embedding(token ids) * scale."""
+    """target = embedding(token ids) * scale * multiplier; given embeddings skip the scale."""
 
     ref: ModuleRef
     target: str
     scale: float = 1.0
+    multiplier: float = 1.0
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -41,7 +42,8 @@ class Embed:
         return (self.target,)
 
     def __str__(self) -> str:
-        scale = f" * {self.scale:g}" if self.scale != 1.0 else ""
+        factors = (self.scale, self.multiplier)
+        scale = "".join(f" * {factor:g}" for factor in factors if factor != 1.0)
         return f"{self.target} = embed[{self.ref.name}](ids){scale}"
 
 
@@ -139,6 +141,7 @@ class Attention:
         spec = self.spec
         extras = [f"{spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim}"]
         extras += ["qk_norm"] if spec.q_norm is not None and not spec.qk_norm_full else []
+        extras += ["interleaved"] if spec.interleaved else []
         extras += [f"window={spec.window}"] if spec.window else []
         extras += [f"softcap={spec.softcap:g}"] if spec.softcap else []
         extras += ["sinks"] if spec.sinks else []
@@ -284,7 +287,9 @@ def lower(spec: DecoderSpec, mode: Mode) -> Plan:
     Args:
         mode: "decode" is one token a row, read from the slot state; "prefill" packed prompts.
     """
-    instructions: list[Instruction] = [Embed(spec.embedding, "h", spec.embedding_scale)]
+    instructions: list[Instruction] = [
+        Embed(spec.embedding, "h", spec.embedding_scale, spec.embedding_multiplier)
+    ]
     for index, rotary in enumerate(spec.rotaries):
         instructions.append(RotaryTable(rotary, (f"cos{index}", f"sin{index}")))
     hidden = "h"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,9 @@ class DecoderSpec:
     """A whole causal LM from token ids to logits.
 
     Attributes:
-        embedding_scale: factor on the embeddings, rounded to their dtype as the family does it.
+        embedding_scale: factor on looked-up embeddings, which the embedding module applies itself;
+            already rounded to their dtype.
+        embedding_multiplier: factor on all embeddings, those that the caller passes in too.
         logit_scale: factor on the logits.
         logit_softcap: ``c * tanh(logit / c)`` when above 0.
     """
@@ -158,5 +160,6 @@ class DecoderSpec:
     hidden_size: int
     vocab_size: int
     embedding_scale: float = 1.0
+    embedding_multiplier: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0

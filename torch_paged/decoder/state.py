@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,17 +170,19 @@ class SlotState:
 
     def write_blocks(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write block ids into the table: (slot, first column, ids) each."""
-        rows: list[int] = []
-        columns: list[int] = []
-        ids: list[int] = []
-        for slot, first, block_ids in updates:
-            rows += [slot] * len(block_ids)
-            columns += range(first, first + len(block_ids))
-            ids += block_ids
-        if not ids:
+        if not updates:
             return
-        packed = to_device(torch.tensor([rows, columns, ids]), self.device)
-        self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
+        # Most updates are of one block, and most steps have some: an array makes a tensor sooner
+        # than lists of lists do.
+        packed = array("q", [slot for slot, _, ids in updates for _ in ids])
+        count = len(packed)
+        packed.extend([first + i for _, first, ids in updates for i in range(len(ids))])
+        packed.extend([block for _, _, ids in updates for block in ids])
+        if count == 0:
+            return
+        host = torch.frombuffer(packed, dtype=torch.int64).view(3, count)
+        rows, columns, blocks = to_device(host, self.device)
+        self.block_table[rows, columns] = blocks.to(torch.int32)
 
 
 def report_bytes(num_slots: int) -> int:

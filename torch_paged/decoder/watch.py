@@ -81,13 +81,9 @@ class ModuleWatch:
         found = (store.get(name) for store, name in self._tensors)
         return [tensor for tensor in found if tensor is not None]
 
-    def storage_key(self) -> tuple[object, ...]:
-        """Return data pointers, dtypes and shapes of all tensors: equal keys may share a graph."""
-        key: list[object] = []
-        for store, name in self._tensors:
-            tensor = store.get(name)
-            if tensor is None:
-                key.append(None)
-            else:
-                key += (tensor.data_ptr(), tensor.dtype, tensor.shape)
-        return tuple(key)
+    def storage_key(self) -> tuple[int, ...]:
+        """Return the data pointers of all tensors: equal keys may share a binding and a graph."""
+        return tuple(
+            0 if (tensor := store.get(name)) is None else tensor.data_ptr()
+            for store, name in self._tensors
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,19 +10,23 @@ import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.state import RowStart, to_device
+from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
+from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.reports import StepResult, make_reports
-from torch_paged.engine.request import Request
+from torch_paged.engine.row_blocks import RowBlocks
 from torch_paged.engine.runner import Rows, make_rows
 from torch_paged.engine.sampler import Sampler
-from torch_paged.engine.scheduler import BlockUpdate, Scheduler
+from torch_paged.errors import OutOfBlocks
+from torch_paged.ops.copy_blocks import copy_blocks
 
 # Decode steps for which blocks are handed out at a time.
 _STEPS_AHEAD = 64
 _MAX_INT32 = 2**31 - 1
 
 Deliver = Callable[[Tensor], None]
+# Of a layer: keys and values [num_tokens, num_kv_heads, head_dim], prompts one after the other.
+CachedKV = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,12 @@ class PackedPrompts:
     """Prompts without their padding, one after the other, on the model's device.
 
     Attributes:
-        lengths: tokens of each row, at least 1.
+        lengths: tokens of each prompt, those in `cached` included; at least 1 is not in there.
         ids: [num_tokens] int64, or None where `embeddings` [num_tokens, hidden_size] is given.
         positions: [num_tokens] int32 rotary positions.
-        last_positions: [num_rows] rotary position of each row's last token.
+        last_positions: [num_prompts] rotary position of each prompt's last token.
+        rows: the prompt of each row; None: one row for each prompt.
+        cached: first tokens of each prompt whose keys and values `cached_kv` has; None: no such.
     """
 
     lengths: tuple[int, ...]
@@ -42,6 +47,9 @@ class PackedPrompts:
     embeddings: Tensor | None
     positions: Tensor
     last_positions: Tensor
+    rows: tuple[int, ...] | None = None
+    cached: tuple[int, ...] | None = None
+    cached_kv: CachedKV | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +64,35 @@ class BatchLimits:
 class BatchRun:
     """Prefill and decode one closed batch. Use as a context manager: leaving frees the blocks.
 
+    Rows of one prompt share its full blocks.
+
     Args:
         lag: decode steps launched ahead of the newest result the host has seen.
+        steps_ahead: decode steps for which blocks are handed out at a time.
     """
 
     def __init__(
-        self, core: EngineCore, prompts: PackedPrompts, limits: BatchLimits, lag: int
+        self,
+        core: EngineCore,
+        prompts: PackedPrompts,
+        limits: BatchLimits,
+        lag: int,
+        *,
+        steps_ahead: int = _STEPS_AHEAD,
     ) -> None:
         self._core = core
         self._prompts = prompts
         self._limits = limits
         self._lag = lag
-        num_rows = len(prompts.lengths)
-        longest = max(prompts.lengths) + limits.max_new_tokens
-        core.prepare(num_rows, max(prompts.lengths) + _STEPS_AHEAD, len(limits.eos_ids))
-        self._scheduler = Scheduler(
-            core.allocator,
-            block_size=core.config.block_size,
-            max_num_seqs=num_rows,
-            # All prompts in one step; `_prefill_chunks` cuts it to what memory allows.
-            max_num_batched_tokens=sum(prompts.lengths) + num_rows,
-            max_model_len=longest,
-            reserve=0,
-            preempt=False,
-            make_room=core.make_room,
-            slots=core.slots,
+        self._steps_ahead = steps_ahead
+        num_prompts = len(prompts.lengths)
+        self._sources = prompts.rows or tuple(range(num_prompts))
+        self._cached = prompts.cached or (0,) * num_prompts
+        # Tokens in the cache of each row when decoding begins.
+        self._lengths = [prompts.lengths[prompt] for prompt in self._sources]
+        core.prepare(len(self._sources), max(self._lengths) + _STEPS_AHEAD, len(limits.eos_ids))
+        self._blocks = RowBlocks(
+            core.allocator, core.slots, core.config.block_size, core.make_room
         )
         self._launched = 0
         self._blocks_until = 0
@@ -91,77 +103,133 @@ class BatchRun:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for row in range(len(self._prompts.lengths)):
-            self._scheduler.finish(row, "cancelled" if exc_info[0] else "length")
+        self._blocks.close()
 
     @property
     def rows(self) -> Rows:
         assert self._rows is not None, "prefill() comes first"
         return self._rows
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return len(self._core.step.layer_shapes)
+
+    @property
+    def state(self) -> SlotState:
+        """The state that the rows are in."""
+        return self._core.state
+
     def prefill(self) -> Tensor:
         """Compute the prompts; returns logits [num_rows, vocab_size] of their last tokens."""
-        prompts, limits = self._prompts, self._limits
-        for row, length in enumerate(prompts.lengths):
-            self._scheduler.add(
-                Request(row, None, limits.max_new_tokens, num_prompt_tokens=length)
-            )
-        scheduled = self._scheduler.schedule()
-        requests = [chunk.request for chunk in scheduled.prefills]
-        slots = [request.slot for request in requests if request.slot is not None]
-        if len(slots) != len(prompts.lengths):
-            problems = [r.error for r in scheduled.finished if r.error]
-            raise torch.OutOfMemoryError(
-                f"the KV cache has no room for {len(prompts.lengths)} prompts of "
-                f"{sum(prompts.lengths)} tokens: {'; '.join(problems) or 'out of blocks'}; "
-                "raise kv_cache_memory or generate for fewer rows at once"
-            )
-        core = self._core
-        max_new = min(limits.max_new_tokens, _MAX_INT32)
+        core, prompts, limits = self._core, self._prompts, self._limits
+        num_prompts, sources = len(prompts.lengths), self._sources
+        self._blocks.open(len(sources))
+        first_rows = [sources.index(prompt) for prompt in range(num_prompts)]
+        own = [0] * len(sources)
+        for prompt, row in enumerate(first_rows):
+            own[row] = prompts.lengths[prompt]
+        try:
+            updates = self._blocks.grow(own)
+        except OutOfBlocks as error:
+            raise self._no_room(error) from error
         core.runner()
-        core.state.write_blocks(scheduled.block_updates)
-        self._rows = make_rows(slots, core.device)
-        logits = self._prefill_chunks(requests)
+        core.state.write_blocks(updates)
+        self._rows = make_rows(self._blocks.slots, core.device)
+        if prompts.cached_kv is not None:
+            self._load_kv(prompts.cached_kv, first_rows)
+        logits = self._prefill_chunks(first_rows)
+        last_positions = prompts.last_positions
+        if len(sources) != num_prompts or prompts.rows is not None:
+            try:
+                self._share([first_rows[prompt] for prompt in sources])
+            except OutOfBlocks as error:
+                raise self._no_room(error) from error
+            index = to_device(torch.tensor(sources), core.device)
+            logits = logits.index_select(0, index)
+            last_positions = last_positions.index_select(0, index)
+        max_new = min(limits.max_new_tokens, _MAX_INT32)
         core.state.start_rows(
             [
                 RowStart(slot, length, max_new, limits.eos_ids, limits.pad_token)
-                for slot, length in zip(slots, prompts.lengths, strict=True)
+                for slot, length in zip(self._blocks.slots, self._lengths, strict=True)
             ],
-            prompts.last_positions,
+            last_positions,
         )
         return logits
 
-    def _prefill_chunks(self, requests: Sequence[Request]) -> Tensor:
+    def _no_room(self, error: OutOfBlocks) -> torch.OutOfMemoryError:
+        return torch.OutOfMemoryError(
+            f"the KV cache has no room for {len(self._prompts.lengths)} prompts of "
+            f"{sum(self._prompts.lengths)} tokens: {error}; raise kv_cache_memory or generate "
+            "for fewer rows at once"
+        )
+
+    def _load_kv(self, cached_kv: CachedKV, first_rows: Sequence[int]) -> None:
+        """Put keys and values that are there already into the blocks of their prompts."""
+        core = self._core
+        group = [(row, 0, n) for row, n in enumerate(self._cached) if n]
+        if not group:
+            return
+        size = core.config.block_size
+        block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
+        mapping = to_device(_slot_mapping(group, block_ids, size), core.device)
+        blocks, offsets = mapping // size, mapping % size
+        for layer in range(len(core.step.layer_shapes)):
+            keys, values = cached_kv(layer)
+            core.pool.keys[layer][blocks, :, offsets] = keys.to(core.pool.keys[layer])
+            core.pool.values[layer][blocks, :, offsets] = values.to(core.pool.values[layer])
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row go on from what row `sources[row]` has in the cache, as beams do."""
+        self._share(sources)
+
+    def _share(self, sources: Sequence[int]) -> None:
+        lengths = [length + self._launched for length in self._lengths]
+        before = self._core.num_blocks
+        updates, copies = self._blocks.reorder(sources, lengths)
+        if self._core.num_blocks != before:
+            self._core.runner()
+        self._core.state.write_blocks(updates)
+        if not copies:
+            return
+        pairs = to_device(torch.tensor(copies).T.contiguous(), self._core.device)
+        pool = self._core.pool
+        for cache in (*pool.keys, *pool.values):
+            copy_blocks(cache, pairs[0], pairs[1])
+
+    def _prefill_chunks(self, first_rows: Sequence[int]) -> Tensor:
         budget = self._core.config.max_num_batched_tokens
         logits: list[Tensor] = []
-        group: list[tuple[int, int, int]] = []  # (row, start, length)
+        group: list[tuple[int, int, int]] = []  # (prompt, start, length)
         used = 0
-        for row, length in enumerate(self._prompts.lengths):
-            start = 0
+        for prompt, length in enumerate(self._prompts.lengths):
+            start = self._cached[prompt]
             while start < length:
                 part = min(length - start, budget - used)
-                group.append((row, start, part))
+                group.append((prompt, start, part))
                 used += part
                 start += part
                 if used == budget:
-                    logits += self._prefill_group(requests, group)
+                    logits += self._prefill_group(first_rows, group)
                     group, used = [], 0
         if group:
-            logits += self._prefill_group(requests, group)
+            logits += self._prefill_group(first_rows, group)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _prefill_group(
-        self, requests: Sequence[Request], group: Sequence[tuple[int, int, int]]
+        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]]
     ) -> list[Tensor]:
         """Run one packed forward; returns the logits of the rows whose prompt ends in it."""
         core, prompts = self._core, self._prompts
-        slots = [self.rows.slots[row] for row, _, _ in group]
+        slots = [self.rows.slots[first_rows[prompt]] for prompt, _, _ in group]
         starts = [start for _, start, _ in group]
-        firsts = _starts(prompts.lengths)
-        lo = firsts[group[0][0]] + group[0][1]
+        cached = self._cached
+        firsts = _starts([n - old for n, old in zip(prompts.lengths, cached, strict=True)])
+        lo = firsts[group[0][0]] + group[0][1] - cached[group[0][0]]
         bounds = _starts([length for _, _, length in group])
         hi = lo + bounds[-1]
-        block_ids = [requests[row].block_ids for row, _, _ in group]
+        block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
         rows = len(group)
         # One transfer; the parts are views of it.
         packed = to_device(
@@ -190,8 +258,8 @@ class BatchRun:
         out = core.runner().prefill(inputs)
         ended = [
             i
-            for i, (row, start, length) in enumerate(group)
-            if start + length == prompts.lengths[row]
+            for i, (prompt, start, length) in enumerate(group)
+            if start + length == prompts.lengths[prompt]
         ]
         # Only the first piece of a group can continue a prompt, and only the last can stop short.
         if not ended:
@@ -212,7 +280,6 @@ class BatchRun:
         """Run the forward of the next step; logits [num_rows, vocab_size], until the next call."""
         self._ensure_blocks()
         runner = self._core.runner() if captured else self._core.eager_runner()
-        self._scheduler.advance(1)
         return runner.logits(self.rows)
 
     def run(self, logits: Tensor, sampler: Sampler, deliver: Deliver | None = None) -> int:
@@ -228,7 +295,7 @@ class BatchRun:
         limit = self._limits.max_new_tokens
         index = self.rows.index if deliver is not None else None
         reports = make_reports(self._core.state, index, self._lag)
-        draws = _DrawHistory(self._core.device, self._lag) if sampler.draws else None
+        draws = DrawHistory(self._core.device, self._lag) if sampler.draws else None
         watched = deliver is not None or bool(self._limits.eos_ids)
         started = time.perf_counter()
         self.first_tokens(logits, sampler)
@@ -255,10 +322,9 @@ class BatchRun:
         """Launch one whole step; nothing waits for it."""
         self._ensure_blocks()
         self._core.runner().decode(self.rows, sampler)
-        self._scheduler.advance(1)
         self._count_step()
 
-    def _after_launch(self, post: Callable[[], None] | None, draws: _DrawHistory | None) -> None:
+    def _after_launch(self, post: Callable[[], None] | None, draws: DrawHistory | None) -> None:
         if post is not None:
             post()
         if draws is not None:
@@ -267,10 +333,11 @@ class BatchRun:
     def _ensure_blocks(self) -> None:
         if self._launched < self._blocks_until:
             return
-        updates: Sequence[BlockUpdate] = self._scheduler.ensure_decode_blocks(_STEPS_AHEAD)
-        self._core.ensure_columns(max(self._prompts.lengths) + self._launched + _STEPS_AHEAD)
+        steps = min(self._launched + self._steps_ahead, self._limits.max_new_tokens - 1)
+        updates = self._blocks.grow([length + steps for length in self._lengths])
+        self._core.ensure_columns(max(self._lengths) + steps)
         self._core.state.write_blocks(updates)
-        self._blocks_until = self._launched + _STEPS_AHEAD
+        self._blocks_until = self._launched + self._steps_ahead
 
     def _count_step(self) -> None:
         self._launched += 1
@@ -287,18 +354,21 @@ class BatchRun:
     def gather_kv(self, layer: int, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Copy out the keys and values of each row: [num_kv_heads, num_tokens, head_dim] each.
 
+        What was in a cache before the run is left out.
+
         Args:
             num_steps: steps kept; the token of the last one is not in the cache yet.
         """
         pool, size = self._core.pool, self._core.config.block_size
         keys, values = pool.keys[layer], pool.values[layer]
         out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for slot, length in zip(self.rows.slots, self._prompts.lengths, strict=True):
+        for row, (slot, length) in enumerate(zip(self.rows.slots, self._lengths, strict=True)):
+            first = self._cached[self._sources[row]]
             num_tokens = length + num_steps - 1
             blocks = self._core.state.block_table[slot, : -(-num_tokens // size)].long()
             for cache, rows in zip((keys, values), out, strict=True):
                 # [blocks, heads, size, dim] -> [heads, tokens, dim]
-                rows.append(cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_tokens])
+                rows.append(cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:num_tokens])
         return out
 
     def tokens(self, num_steps: int) -> Tensor:
@@ -306,26 +376,6 @@ class BatchRun:
         tail = self._launched % self._core.state.ring
         parts = [*self._chunks, self._ring_rows(tail)] if tail else self._chunks
         return torch.cat(parts)[:num_steps].T.contiguous()
-
-
-class _DrawHistory:
-    """States of the device's default generator after the newest steps."""
-
-    def __init__(self, device: torch.device, lag: int) -> None:
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[
-                torch.cuda.current_device() if device.index is None else device.index
-            ]
-        else:
-            self._generator = torch.default_generator
-        self._states: deque[Tensor] = deque(maxlen=lag + 2)
-
-    def note(self) -> None:
-        self._states.append(self._generator.get_state())
-
-    def rewind(self, num_steps: int) -> None:
-        """Put the generator back to where it stood `num_steps` steps ago."""
-        self._generator.set_state(self._states[-1 - num_steps])
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,8 @@ class EngineCore:
         self._sampling: SamplingState | None = None
         self._slots = SlotPool(0)
         self._moves_in_a_row = 0
+        # Called before anything else happens: by now nobody listens to what they clean up.
+        self.orphans: list[Callable[[], object]] = []
 
     @property
     def state(self) -> SlotState:
@@ -137,6 +140,8 @@ class EngineCore:
             max_tokens: longest sequence of the batch, prompt included.
             num_eos_ids: most end tokens of any row.
         """
+        while self.orphans:
+            self.orphans.pop()()
         if self._pool is None:
             self._pool = KVPool(
                 self.step.layer_shapes,

@@ -63,6 +63,21 @@ class ServingEngine:
         return self._num_preempted_before + now
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of running jobs in the KV cache, after all steps launched so far."""
+        scheduler = self._scheduler
+        jobs = self._ledger.jobs.values()
+        return (
+            0
+            if scheduler is None
+            else sum(
+                scheduler.num_computed_tokens(job.request)
+                for job in jobs
+                if job.request.slot is not None
+            )
+        )
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt included."""
         return self._config.max_model_len or self._core.max_model_len

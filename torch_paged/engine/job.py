@@ -70,6 +70,7 @@ class Row:
         next_step: the first step whose token its request does not have yet.
         last_step: its last step, where known.
         is_done: it has no tokens left to learn.
+        is_plain: all that anybody wants of it is its tokens.
     """
 
     job: Job
@@ -77,6 +78,7 @@ class Row:
     next_step: int
     last_step: int = _NEVER
     is_done: bool = False
+    is_plain: bool = True
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from torch_paged.engine.job import Batch, Job, Row
 from torch_paged.engine.packing import pack_chunks
 from torch_paged.engine.params import SamplingParams
 from torch_paged.engine.request import Request
-from torch_paged.engine.runner import Rows
+from torch_paged.engine.runner import PrefillEnd, Rows
 from torch_paged.engine.sampling_state import SamplingStart
 from torch_paged.engine.step import PrefillChunk, ScheduledStep
 from torch_paged.engine.tail import ServingTail
@@ -75,7 +75,7 @@ class StepLauncher:
         runner = core.runner()
         state.set_prefix(packed.slots, packed.prefix)
         if not ending:
-            runner.prefill(packed.inputs)
+            runner.serve_prefill(packed.inputs, None)
             return
 
         def start_rows() -> None:
@@ -86,7 +86,8 @@ class StepLauncher:
         needs: Counter[str] = Counter()
         for request in ending:
             needs.update(_needs(_params(request)))
-        runner.serve_prefill(packed.inputs, packed.sampled, self._tail(needs), start_rows)
+        end = PrefillEnd(start_rows, packed.sampled, self._tail(needs))
+        runner.serve_prefill(packed.inputs, end)
 
     def _make_batch(self) -> Batch:
         slots = tuple(self._rows)

@@ -41,6 +41,7 @@ class Ledger:
         self._in_flight: deque[StepRecord] = deque()
         self._log: TokenLog | None = None
         self._next_flush = 0
+        self._hands_out = False  # somebody takes the tokens of every step
 
     @property
     def log(self) -> TokenLog | None:
@@ -61,7 +62,8 @@ class Ledger:
 
     def start(self, job: Job, slot: int, step: int) -> Row:
         """Note that a job samples a token in `step` and in each one that follows."""
-        job.row = Row(job, slot, step)
+        is_plain = not job.is_watched and job.logprobs is None
+        job.row = Row(job, slot, step, is_plain=is_plain)
         self.active[job.request.request_id] = job
         return job.row
 
@@ -162,10 +164,13 @@ class Ledger:
         Outputs are those of jobs that ended and, with `tokens`, of all that have new ones. Those
         of private jobs are left out.
         """
+        self._hands_out = tokens
         ended, self._ended = self._ended, []
         outputs = [job.output(since=job.num_reported) for job in ended if not job.private]
         for job in self.active.values() if tokens else ():
-            self.learn(job.request)
+            row = job.row
+            if row is not None and row.next_step <= self.known:
+                self._learn(row, self.known)
             count = len(job.request.output_ids)
             if count > job.num_reported and not job.private:
                 outputs.append(job.output(since=job.num_reported))
@@ -182,8 +187,18 @@ class Ledger:
             # A row that has ended goes on in the steps launched meanwhile.
             if not row.is_done:
                 self._end_row(row, step, log)
+        if self._hands_out and record.batch is not None:
+            self._hand_out(record.batch.rows, step, log)
         if self._watched:
             self._watch(step)
+
+    def _hand_out(self, rows: Sequence[Row], step: int, log: TokenLog) -> None:
+        """Give every row its token of one step: what `_learn` does, for all of them at once."""
+        tokens = log.all_tokens(step)
+        for row in rows:
+            if row.next_step == step and row.is_plain and not row.is_done:
+                row.job.request.output_ids.append(tokens[row.slot])
+                row.next_step = step + 1
 
     def _end_row(self, row: Row, step: int, log: TokenLog) -> None:
         job = row.job

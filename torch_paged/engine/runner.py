@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,13 +44,8 @@ class Runner(Protocol):
         """Run one whole step of `rows`, whose tail treats each row for itself."""
         ...
 
-    def serve_prefill(
-        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
-    ) -> None:
-        """Run packed prompts, then the tail for `slots` [num_rows] int32, -1 to leave one out.
-
-        `before_tail` is called between the two.
-        """
+    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
+        """Run packed chunks, and the end of those that finish their prompt, if any do."""
         ...
 
     def logits(self, rows: Rows) -> Tensor:
@@ -70,6 +65,19 @@ class Tail(Protocol):
     def __call__(self, logits: Tensor, slots: Tensor) -> None:
         """Treat logits [num_rows, vocab_size] of `slots` [num_rows] int32, -1 for padding."""
         ...
+
+
+class PrefillEnd(NamedTuple):
+    """What follows a prefill that finishes prompts.
+
+    Attributes:
+        begin: called behind the forward, to start the rows.
+        slots: [num_rows] int32, -1 for rows whose prompt goes on.
+    """
+
+    begin: Callable[[], None]
+    slots: Tensor
+    tail: Tail
 
 
 def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
@@ -93,12 +101,11 @@ class EagerRunner:
     def serve(self, rows: Rows, tail: Tail) -> None:
         tail(self._step.decode(rows.index), rows.index)
 
-    def serve_prefill(
-        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
-    ) -> None:
+    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
         logits = self._step.prefill(inputs)
-        before_tail()
-        tail(logits, slots)
+        if end is not None:
+            end.begin()
+            end.tail(logits, end.slots)
 
     def logits(self, rows: Rows) -> Tensor:
         return self._step.decode(rows.index)
@@ -163,12 +170,11 @@ class CapturedRunner:
             self._serve_part(rows.slots[start:stop], rows.index[start:stop], tail)
             start = stop
 
-    def serve_prefill(
-        self, inputs: StepInputs, slots: Tensor, tail: Tail, before_tail: Callable[[], None]
-    ) -> None:
+    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
         logits = self._serve_prefill(inputs)
-        before_tail()
-        self._serve_prefill.tail(logits, inputs, slots, tail, tail.key)
+        if end is not None:
+            end.begin()
+            self._serve_prefill.tail(logits, inputs, end.slots, end.tail, end.tail.key)
 
     def _serve_part(self, slots: tuple[int, ...], index: Tensor, tail: Tail) -> None:
         bucket = pick_bucket(len(slots), self._buckets)

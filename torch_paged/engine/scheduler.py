@@ -179,7 +179,7 @@ class Scheduler:
         self._expire()
         for request in self._clock.ended_rows():
             self._end(request, "length")
-        if decode:
+        if decode and not self._grow_at_once():
             self._grow_rows(1, preempt=self._preempt)
         num_decoding = len(self._clock.rows) if decode else 0
         prefills = self._plan_prefills(max(1, self._max_num_batched_tokens - num_decoding))
@@ -300,6 +300,19 @@ class Scheduler:
         self._prefilling[request.request_id] = request
         self._draft.block_updates.append(BlockUpdate(request.slot, 0, tuple(request.block_ids)))
         return True
+
+    def _grow_at_once(self) -> bool:
+        """Give every row whose blocks are full one more, if that many are free."""
+        due = list(self._clock.rows_to_grow(1))
+        blocks = self._take(len(due))
+        for index, request in enumerate(due):
+            if blocks is not None:
+                assert request.slot is not None
+                update = BlockUpdate(request.slot, len(request.block_ids), (blocks[index],))
+                self._draft.block_updates.append(update)
+                request.block_ids.append(blocks[index])
+            self._clock.watch_blocks(request)
+        return blocks is not None
 
     def _grow_rows(self, num_steps: int, *, preempt: bool) -> None:
         for request in self._clock.rows_to_grow(num_steps):

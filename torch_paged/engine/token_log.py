@@ -73,6 +73,10 @@ class TokenLog:
         count = last - first + 1
         return cast("list[int]", _read(self._tokens[:, slot], first % self.num_steps, count))
 
+    def all_tokens(self, step: int) -> list[int]:
+        """Return the token of every slot in one step."""
+        return cast("list[int]", self._tokens[step % self.num_steps].tolist())
+
     def logprobs(self, slot: int, first: int, last: int) -> list[float]:
         """Return the log-probabilities of these tokens."""
         count = last - first + 1

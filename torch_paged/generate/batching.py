@@ -120,7 +120,7 @@ def _run(
         for name in names
         for sequence in [*(f"{name}__child#{i}" for i in range(count - 1)), name]
     ]
-    left, results = set(wanted), {}
+    left, results, num_tokens = set(wanted), {}, 0
     try:
         with seams.progress_bar(len(wanted), disable=not progress_bar) as bar:
             for output in service.stream(tokens=False):
@@ -131,9 +131,9 @@ def _run(
                     output, created, timestamps.get(output.request_id)
                 )
                 bar.update(1)
-                running = service.engine.num_running
-                waiting = max(service.num_live - running, 0)
-                bar.set_postfix(running=running, waiting=waiting, refresh=False)
+                num_tokens += len(output.token_ids)
+                speed = num_tokens / (time.perf_counter() - created)
+                bar.set_postfix_str(f"{speed:,.0f} tokens/s, {service.describe()}", refresh=False)
     finally:
         for name in left:
             manager.cancel_request(name)

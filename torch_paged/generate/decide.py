@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from torch_paged.generate.past import full_width, num_past_columns, past_reasons
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
 
@@ -111,10 +112,10 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         if config.return_dict_in_generate and getattr(config, name):
             reasons.append(name)
     cache = seams.call_cache(kwargs)
-    if cache is not None and seams.cache_is_user_defined(cache):
-        reasons.append("a cache was passed in")
-    elif cache is not None and not seams.is_plain_dynamic_cache(cache):
-        reasons.append(f"cache_implementation={config.cache_implementation!r}")
+    if cache is not None and not seams.is_plain_dynamic_cache(cache):
+        given = seams.cache_is_user_defined(cache)
+        what = f"cache_implementation={config.cache_implementation!r}"
+        reasons.append(f"a {type(cache).__name__} was passed in" if given else what)
     if config.compile_config is not None:
         reasons.append("compile_config")
     if torch.is_grad_enabled():
@@ -136,20 +137,32 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
 
 def _mask_reasons(session: Session, call: Call) -> list[str]:
     mask = call.model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        return [f"a {mask.dim()}-D attention mask"]
+    assert session.step is not None
     embeds = call.model_kwargs.get("inputs_embeds")
-    width = call.input_ids.shape[1] if embeds is None else embeds.shape[1]
+    rows, width = (call.input_ids if embeds is None else embeds).shape[:2]
     positions = call.model_kwargs.get("position_ids")
-    if positions is not None and (positions.dim() != 2 or positions.shape[1] != width):
-        return ["position_ids are not those of the prompt"]
+    cache = seams.call_cache(call.model_kwargs)
+    past = num_past_columns(cache)
+    if past:
+        if embeds is not None:
+            return ["a cache was passed in with inputs_embeds"]
+        total = full_width(mask, call.generation_config, positions)
+        shapes, has_window = session.step.layer_shapes, session.step.has_window
+        if why := past_reasons(cache, shapes, rows, width, total, has_window):
+            return why
+        width = past + width if total == past + width else width
+    if positions is not None:
+        too_short = positions.dim() != 2 or positions.shape[1] < width - past
+        if too_short or (not past and positions.shape[1] != width):
+            return ["position_ids are not those of the prompt"]
     if mask is None:
         return []
-    if mask.dim() != 2:
-        return [f"a {mask.dim()}-D attention mask"]
     if mask.shape[1] != width:
         return ["the attention mask is longer than the prompt"]
     real = mask != 0
     empty = ~real.any(-1)
-    assert session.step is not None
     has_window = session.step.has_window
     holes = (real[:, 1:] < real[:, :-1]).any() if has_window else torch.tensor(False)
     right = (~real[:, -1] & ~empty).any()

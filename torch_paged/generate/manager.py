@@ -11,6 +11,7 @@ from typing import Any
 
 from torch_paged.engine.job import OnOutput
 from torch_paged.engine.output import RequestOutput
+from torch_paged.generate.request_params import RememberedMerge
 from torch_paged.generate.service import Service
 from torch_paged.log import logger, warn_once
 from torch_paged.patches import seams
@@ -40,6 +41,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         self.warmed_up = False
         self.is_tp_driver = True
         self._service = Service(model)
+        self._merge = RememberedMerge(seams.override_generation_config)
         self._lock = threading.Lock()
         self._num_named = 0
         self._accepts = True
@@ -202,7 +204,7 @@ class EngineManager(seams.ContinuousBatchingManager):
             private=private,
             streams=streams,
             shares_prefix=bool(batching.allow_block_sharing),
-            merge=seams.override_generation_config,
+            merge=self._merge,
         )
 
     def _default_eos(self, overrides: dict[str, Any]) -> None:

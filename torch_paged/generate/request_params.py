@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,27 @@ OWN_NAMES = (
 Merge = Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
+class RememberedMerge:
+    """A merge that keeps its newest results: requests are often asked for in the same way."""
+
+    def __init__(self, merge: Merge) -> None:
+        self._merge = merge
+        self._known: deque[tuple[Any, tuple[Any, dict[str, Any]]]] = deque(maxlen=8)
+
+    def __call__(self, model: Any, config: Any, overrides: dict[str, Any]) -> Any:
+        given = None if config is None else vars(config)
+        asked = (vars(model.generation_config), given, overrides)
+        for question, answer in self._known:
+            if question == asked:
+                return answer
+        answer = self._merge(model, config, overrides)
+        try:
+            self._known.append((copy.deepcopy(asked), answer))
+        except Exception:  # a value that cannot be copied cannot be recognised either
+            pass
+        return answer
+
+
 @dataclass(frozen=True, slots=True)
 class RequestParams:
     """What one `add_request` asks for.
@@ -99,6 +122,12 @@ def resolve_params(
     """
     own = {name: overrides[name] for name in OWN_NAMES if name in overrides}
     fields = {name: value for name, value in overrides.items() if name not in own}
+    max_new = fields.get("max_new_tokens")
+    if isinstance(max_new, int) and max_new >= 1:
+        # Often another one in each request; without it, the merged config is one met before.
+        del fields["max_new_tokens"]
+    else:
+        max_new = None
     config, unknown = merge(model, generation_config, fields)
     _refuse_unknown(unknown, config)
     for name, neutral in _NEUTRAL.items():
@@ -111,7 +140,7 @@ def resolve_params(
     eos = _ids("eos_token_id", config.eos_token_id) + _ids(
         "stop_token_ids", own.get("stop_token_ids")
     )
-    max_new = _max_new_tokens(model, config, prompt_length)
+    max_new = max_new or _max_new_tokens(config, prompt_length)
     min_new = config.min_new_tokens
     if min_new is None:
         min_new = (config.min_length or 0) - prompt_length
@@ -194,7 +223,7 @@ def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
         )
 
 
-def _max_new_tokens(model: Any, config: Any, prompt_length: int) -> int:
+def _max_new_tokens(config: Any, prompt_length: int) -> int:
     if config.max_new_tokens is not None:
         return _at_least("max_new_tokens", config.max_new_tokens, 1)
     if config.max_length is None:
@@ -313,4 +342,12 @@ def _fraction(name: str, value: Any) -> float:
     return float(value)
 
 
-__all__ = ["OWN_NAMES", "Merge", "RequestParams", "prompt_list", "resolve_params", "sequence_seed"]
+__all__ = [
+    "OWN_NAMES",
+    "Merge",
+    "RememberedMerge",
+    "RequestParams",
+    "prompt_list",
+    "resolve_params",
+    "sequence_seed",
+]

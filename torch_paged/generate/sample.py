@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
+from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.sampler import GreedySampler, HfOrderSampler, Sampler
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
+from torch_paged.generate.past import fill_cache
+from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
@@ -97,7 +99,9 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     assert session.core is not None
     config = call.generation_config
     lag = session.config.lag if decision.loop != "stepped" else 0
-    prompts = _pack(session, call)
+    assert session.step is not None
+    device = session.step.device
+    prompts, columns = pack(device, call.input_ids, call.model_kwargs, config)
     limits = BatchLimits(
         decision.max_new_tokens or _UNLIMITED,
         decision.eos_ids or (),
@@ -114,9 +118,12 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
+        cache = seams.call_cache(call.model_kwargs)
+        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
+        if cache is not None and kept:
+            fill_cache(cache, run, columns, num_steps, session.step.dtype)
         if not config.return_dict_in_generate:
             return sequences
-        cache = _fill_cache(session, call, run, num_steps)
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)
 
 
@@ -189,59 +196,3 @@ def _sampler(call: Call) -> Sampler:
     # These warpers never look at the ids.
     transforms = [lambda scores, warper=warper: warper(None, scores) for warper in warpers]
     return HfOrderSampler(transforms, key)
-
-
-def _pack(session: Session, call: Call) -> PackedPrompts:
-    """Drop the padding: rows one after the other, with the positions that generate gave them."""
-    assert session.step is not None
-    device = session.step.device
-    kwargs = call.model_kwargs
-    embeds = kwargs.get("inputs_embeds")
-    rows = call.input_ids.shape[0] if embeds is None else embeds.shape[0]
-    width = call.input_ids.shape[1] if embeds is None else embeds.shape[1]
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(width).expand(rows, width)
-    positions = positions.to(device).expand(rows, width)
-    last_positions = positions[:, -1]
-    mask = kwargs.get("attention_mask")
-    if mask is None:
-        lengths = (width,) * rows
-        flat = None
-    else:
-        real = mask.to(device) != 0
-        # A row that is all padding still gives an answer: its last token stands for it.
-        real[:, -1] |= ~real.any(-1)
-        lengths = tuple(real.sum(-1).tolist())
-        flat = real.reshape(-1).nonzero().squeeze(1)
-
-    def packed(values: Tensor) -> Tensor:
-        values = values.to(device).reshape(rows * width, *values.shape[2:]).contiguous()
-        return values if flat is None else values.index_select(0, flat)
-
-    return PackedPrompts(
-        lengths=lengths,
-        ids=packed(call.input_ids) if embeds is None else None,
-        embeddings=None if embeds is None else packed(embeds),
-        positions=packed(positions).to(torch.int32),
-        last_positions=last_positions,
-    )
-
-
-def _fill_cache(session: Session, call: Call, run: BatchRun, num_steps: int) -> Any:
-    """Copy the rows' keys and values into the cache object that generate made for this call."""
-    cache = seams.call_cache(call.model_kwargs)
-    if cache is None or session.step is None:
-        return None
-    for layer in range(len(session.step.layer_shapes)):
-        keys, values = run.gather_kv(layer, num_steps)
-        cache.update(_left_padded(keys), _left_padded(values), layer)
-    return cache
-
-
-def _left_padded(rows: list[Tensor]) -> Tensor:
-    """Stack [heads, tokens, dim] tensors to [rows, heads, longest, dim], zeros on the left."""
-    longest = max(row.shape[1] for row in rows)
-    return torch.stack(
-        [torch.nn.functional.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows]
-    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.registry import find_session
-from torch_paged.generate.request_params import Merge, prompt_list, resolve_params
+from torch_paged.generate.request_params import Merge, RememberedMerge, prompt_list, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
 from torch_paged.log import logger
@@ -45,9 +47,14 @@ class Service:
         self._sequences: dict[Hashable, set[Hashable]] = {}  # request -> its live sequences
         self._inbox: deque[Job | _Cancel] = deque()
         self._mailboxes: list[Mailbox] = []
+        self._merge = RememberedMerge(seams.merge_generation_config)
         self._idle = threading.Event()
         self._idle.set()
         self._engine: ServingEngine | None = None
+        self._process = os.getpid()
+        # Dropped in mid-work, it has the next user of the core give back what it held.
+        self._held: list[ServingEngine] = []
+        weakref.finalize(self, _orphan, self._held).atexit = False
         self._stepper = Stepper(self._advance_alone, lambda: not self.is_idle)
         session = self.session()
         self._random = random.Random(session.config.seed)
@@ -80,6 +87,13 @@ class Service:
         """Sequences that have not ended."""
         return len(self._live)
 
+    def describe(self) -> str:
+        """Return how busy it is, for a progress bar."""
+        running, core = self.engine.num_running, self.engine.core
+        waiting = max(len(self._live) - running, 0)
+        used = core.allocator.num_live / max(core.num_blocks, 1) if core.is_prepared else 0.0
+        return f"{running} running, {waiting} waiting, KV {used:.0%}"
+
     def start(self) -> None:
         """Step in a thread of its own whenever there is work."""
         self.session()
@@ -95,6 +109,7 @@ class Service:
         Raises:
             KeyError: there is no such request, or its end has been reported.
         """
+        self._check_process()
         with self._mutex:
             if request_id not in self._live:
                 raise KeyError(request_id)
@@ -118,7 +133,7 @@ class Service:
         private: bool = False,
         streams: bool = True,
         shares_prefix: bool = True,
-        merge: Merge = seams.merge_generation_config,
+        merge: Merge | None = None,
     ) -> list[Hashable]:
         """Add a request as `Engine.add_request` does; return the ids of its sequences.
 
@@ -126,12 +141,17 @@ class Service:
             private: outputs go to ``on_output`` alone.
             streams: ``on_output`` hears of new tokens, not only of the end.
             shares_prefix: its prompt may share blocks with other requests.
-            merge: how `generation_config` and overrides become one config.
+            merge: how `generation_config` and overrides become one config; None: as `generate()`.
         """
         session = self.session()
         ids = prompt_list(prompt_ids, self.target)
         params = resolve_params(
-            self.target, len(ids), generation_config, overrides, self._draw_seed, merge
+            self.target,
+            len(ids),
+            generation_config,
+            overrides,
+            self._draw_seed,
+            merge or self._merge,
         )
         number = next(self._counter)
         if request_id is None:
@@ -205,6 +225,9 @@ class Service:
         """Cancel what is left; harmless when repeated."""
         if self._closed:
             return
+        if self._process != os.getpid():
+            self._closed = True  # its locks and its thread are the parent's
+            return
         self._stepper.stop()
         self._closed = True
         session = find_session(self.target)
@@ -224,6 +247,7 @@ class Service:
         """
         if self._closed:
             raise TorchPagedError("the engine is closed; make a new one")
+        self._check_process()
         session = find_session(self.target)
         if session is None:
             raise TorchPagedError(
@@ -231,6 +255,13 @@ class Service:
                 "make a new engine"
             )
         return session
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise TorchPagedError(
+                "the engine belongs to the process that made it, and this one was forked from it; "
+                "make the engine after the fork"
+            )
 
     def _draw_seed(self) -> int:
         with self._mutex:
@@ -261,6 +292,7 @@ class Service:
                 "model.generate() instead"
             )
         old, self._engine = self._engine, ServingEngine(session.core)
+        self._held[:] = [self._engine]
         for job in [] if old is None else old.abandon():
             self._engine.add(job)
         return self._engine
@@ -305,6 +337,12 @@ class Service:
         if engine is not None:
             engine.end_all(waiting, reason, error)
             self._deliver(*engine.take_outputs(tokens=False))
+
+
+def _orphan(held: list[ServingEngine]) -> None:
+    # A finalizer runs anywhere, also within a step: so it only leaves word.
+    for engine in held:
+        engine.core.orphans.append(engine.abandon)
 
 
 class _Cancel:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torch_paged.config import Config
+from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
 from torch_paged.generate.selftest import selftest_reason
@@ -151,7 +152,7 @@ class Session:
         rows: tuple[SlotRow, ...] = ()
         if isinstance(self.step, DecoderStep):
             rows = tuple(SlotRow(row.name, row.kind, row.why) for row in self.step.slot_rows())
-            plan = str(self.step.plan("decode", 1))
+            plan = fold_layers(self.step.plan("decode", 1))
         return Report(tier, rows, tuple(self.reasons), plan, self.last_call)
 
     def stats(self) -> Stats:

@@ -188,7 +188,7 @@ def _dense_attention(
         weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    return (weights @ v).to(q.dtype)[0].transpose(0, 1)
+    return (weights @ v).to(q.dtype)[0].transpose(0, 1).contiguous()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ subclass, or a class of the same name from elsewhere, has no row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,39 +16,113 @@ from torch_paged.decoder.slots import hook_dicts, override_reason
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.gpt_neox import read_gpt_neox
-from torch_paged.patches.llama_like import Traits, read_llama_like
+from torch_paged.patches.llama_like import read_llama_like
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import global_forward_hooks, is_output_capturing_hook
+from torch_paged.patches.traits import (
+    GEMMA_NORMS,
+    GLM4_NORMS,
+    PACKED_MLP,
+    PLAIN_MLP,
+    POST_NORMS,
+    SHARED_NORM,
+    MlpNames,
+    NormNames,
+    Traits,
+)
 
 Reader = Callable[[Any], DecoderSpec]
 
-
-def _llama_like(family: str, traits: Traits) -> Reader:
-    return lambda model: read_llama_like(model, family, traits)
-
-
-_GEMMA2 = Traits(
+_GEMMA = Traits(
     norm_offset=1.0,
     cast_before_gain=False,
-    sandwich=True,
     scaled_embedding=True,
-    window="module",
+    absent=("use_bidirectional_attention",),
 )
+_GEMMA2 = replace(_GEMMA, norms=GEMMA_NORMS, window="module")
+_OLMO2 = Traits(
+    cast_before_gain=False,
+    norms=POST_NORMS,
+    head_norms=("q_norm", "k_norm"),
+    head_norms_full=True,
+)
+_COHERE = Traits(
+    norm_kind="layer",
+    norms=SHARED_NORM,
+    parallel=True,
+    interleaved=True,
+    absent=("use_qk_norm",),
+)
+_GLM = Traits(mlp=PACKED_MLP, interleaved=True)
+_SQUARED_RELU = Traits(norm_kind="layer", mlp=PLAIN_MLP)
+
+# (module under transformers.models, class) -> how it departs from Llama
+LLAMA_LIKE: dict[tuple[str, str], Traits] = {
+    ("llama.modeling_llama", "LlamaForCausalLM"): Traits(),
+    ("mistral.modeling_mistral", "MistralForCausalLM"): Traits(window="config"),
+    ("ministral.modeling_ministral", "MinistralForCausalLM"): Traits(window="module"),
+    ("qwen2.modeling_qwen2", "Qwen2ForCausalLM"): Traits(window="module"),
+    ("qwen3.modeling_qwen3", "Qwen3ForCausalLM"): Traits(
+        head_norms=("q_norm", "k_norm"), window="module"
+    ),
+    ("gemma.modeling_gemma", "GemmaForCausalLM"): _GEMMA,
+    ("gemma2.modeling_gemma2", "Gemma2ForCausalLM"): _GEMMA2,
+    ("gemma3.modeling_gemma3", "Gemma3ForCausalLM"): replace(
+        _GEMMA2, head_norms=("q_norm", "k_norm")
+    ),
+    ("vaultgemma.modeling_vaultgemma", "VaultGemmaForCausalLM"): replace(
+        _GEMMA2, norms=NormNames("input_layernorm", "pre_feedforward_layernorm")
+    ),
+    ("phi.modeling_phi", "PhiForCausalLM"): Traits(
+        norm_kind="layer",
+        norms=SHARED_NORM,
+        final_norm="model.final_layernorm",
+        parallel=True,
+        output="dense",
+        mlp=MlpNames(("fc1",), "fc2", gated=False),
+        absent=("qk_layernorm",),
+    ),
+    ("phi3.modeling_phi3", "Phi3ForCausalLM"): Traits(
+        fused_qkv=True, mlp=PACKED_MLP, window="config"
+    ),
+    ("starcoder2.modeling_starcoder2", "Starcoder2ForCausalLM"): Traits(
+        norm_kind="layer", mlp=MlpNames(("c_fc",), "c_proj", gated=False), window="config"
+    ),
+    ("stablelm.modeling_stablelm", "StableLmForCausalLM"): Traits(
+        norm_kind="layer", parallel=None, absent=("qk_layernorm",)
+    ),
+    ("granite.modeling_granite", "GraniteForCausalLM"): Traits(multipliers=True),
+    ("olmo.modeling_olmo", "OlmoForCausalLM"): Traits(norm_kind="layer", absent=("clip_qkv",)),
+    ("olmo2.modeling_olmo2", "Olmo2ForCausalLM"): _OLMO2,
+    ("olmo3.modeling_olmo3", "Olmo3ForCausalLM"): replace(_OLMO2, window="module"),
+    ("smollm3.modeling_smollm3", "SmolLM3ForCausalLM"): Traits(
+        rotary_layers="use_rope", window="module"
+    ),
+    ("seed_oss.modeling_seed_oss", "SeedOssForCausalLM"): Traits(),
+    ("cwm.modeling_cwm", "CwmForCausalLM"): Traits(window="module"),
+    ("ernie4_5.modeling_ernie4_5", "Ernie4_5ForCausalLM"): Traits(interleaved=True),
+    ("helium.modeling_helium", "HeliumForCausalLM"): Traits(
+        cast_before_gain=False, interleaved=True
+    ),
+    ("glm.modeling_glm", "GlmForCausalLM"): _GLM,
+    ("glm4.modeling_glm4", "Glm4ForCausalLM"): replace(_GLM, norms=GLM4_NORMS),
+    ("cohere.modeling_cohere", "CohereForCausalLM"): _COHERE,
+    ("cohere2.modeling_cohere2", "Cohere2ForCausalLM"): replace(
+        _COHERE, rotary_layers="windowed", window="module"
+    ),
+    ("arcee.modeling_arcee", "ArceeForCausalLM"): Traits(mlp=PLAIN_MLP),
+    ("jais2.modeling_jais2", "Jais2ForCausalLM"): _SQUARED_RELU,
+    ("nemotron.modeling_nemotron", "NemotronForCausalLM"): _SQUARED_RELU,
+}
+
+
+def _llama_like(module: str, traits: Traits) -> Reader:
+    return lambda model: read_llama_like(model, module.partition(".")[0], traits)
+
 
 # (module under transformers.models, class) -> reader
 FAMILIES: dict[tuple[str, str], Reader] = {
-    ("llama.modeling_llama", "LlamaForCausalLM"): _llama_like("llama", Traits()),
-    ("mistral.modeling_mistral", "MistralForCausalLM"): _llama_like(
-        "mistral", Traits(window="config")
-    ),
-    ("qwen2.modeling_qwen2", "Qwen2ForCausalLM"): _llama_like("qwen2", Traits(window="module")),
-    ("qwen3.modeling_qwen3", "Qwen3ForCausalLM"): _llama_like(
-        "qwen3", Traits(head_norms=("q_norm", "k_norm"), window="module")
-    ),
-    ("gemma2.modeling_gemma2", "Gemma2ForCausalLM"): _llama_like("gemma2", _GEMMA2),
-    ("phi3.modeling_phi3", "Phi3ForCausalLM"): _llama_like(
-        "phi3", Traits(fused_qkv=True, fused_gate_up=True, window="config")
-    ),
+    **{key: _llama_like(key[0], traits) for key, traits in LLAMA_LIKE.items()},
     ("gpt_neox.modeling_gpt_neox", "GPTNeoXForCausalLM"): read_gpt_neox,
 }
 
@@ -96,10 +171,13 @@ def hook_reason(model: nn.Module) -> str:
 
 
 def dropout_reason(model: nn.Module) -> str:
-    """Say what would drop out in training mode, or return ""."""
+    """Say what would drop out, or draw random numbers, in training mode, or return ""."""
     for name, module in model.named_modules():
-        rate = module.p if isinstance(module, nn.Dropout) else None
-        rate = getattr(module, "attention_dropout", rate)
-        if isinstance(rate, float) and rate > 0.0:
+        if isinstance(module, nn.Dropout) and module.p > 0.0:
             return f"{name} applies dropout in training mode"
+        # Many modules keep the rate and call the function.
+        for key, rate in vars(module).items():
+            random = "drop" in key or "jitter" in key
+            if random and isinstance(rate, float) and rate > 0.0:
+                return f"{name} applies {key} in training mode"
     return ""

@@ -1,9 +1,8 @@
-"""Families that share Llama's module tree, told apart by traits."""
+"""Reading of families that share Llama's module tree, told apart by traits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +18,7 @@ from torch_paged.decoder.spec import (
     RotarySpec,
 )
 from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.traits import Traits
 
 # Rotary kinds whose frequencies do not depend on the length of the sequence.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -30,31 +30,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """How a family departs from Llama.
-
-    Attributes:
-        norm_offset, cast_before_gain: see `NormSpec`.
-        head_norms: names of the per-head q and k norms, or None.
-        fused_qkv, fused_gate_up: one module holds these projections.
-        sandwich: norms before and after both blocks, under Gemma's names.
-        scaled_embedding: the embedding module multiplies by its `embed_scale`.
-        window: where a layer's window is found: on the attention module, or in the config for
-            every layer, or nowhere.
-    """
-
-    norm_offset: float = 0.0
-    cast_before_gain: bool = True
-    head_norms: tuple[str, str] | None = None
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    sandwich: bool = False
-    scaled_embedding: bool = False
-    window: Literal["module", "config", "none"] = "none"
 
 
 def ref(model: nn.Module, name: str) -> ModuleRef:
@@ -73,70 +50,107 @@ def activation_of(name: object) -> Activation:
     return _ACTIVATIONS[str(name)]
 
 
-def rms_norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
+def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
     module_ref = ref(model, name)
     module: Any = module_ref.module
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    if eps is None:
+    if eps is None and traits.norm_kind == "rms":
         raise SpecRefusal(f"{name} has no epsilon that is known here")
-    return NormSpec(module_ref, "rms", float(eps), traits.norm_offset, traits.cast_before_gain)
+    # A layer norm is called as a module: its epsilon is its own affair.
+    return NormSpec(
+        module_ref, traits.norm_kind, eps or 0.0, traits.norm_offset, traits.cast_before_gain
+    )
 
 
 def rotary(model: nn.Module, name: str, config: Any) -> RotarySpec:
     """Read a rotary module whose frequencies are static."""
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
-    if kind not in STATIC_ROTARY:
-        raise SpecRefusal(f"rotary type {kind!r} changes with the length of the sequence")
+    _refuse_changing_rotary(config.rope_parameters)
     module: Any = model.get_submodule(name)
     return RotarySpec(ModuleRef(name, module), "inv_freq", float(module.attention_scaling))
+
+
+def _refuse_changing_rotary(parameters: dict[str, Any] | None) -> None:
+    kind = (parameters or {}).get("rope_type", "default")
+    if kind not in STATIC_ROTARY:
+        raise SpecRefusal(f"rotary type {kind!r} changes with the length of the sequence")
+
+
+def _rotaries(model: nn.Module, name: str, config: Any) -> dict[str, RotarySpec]:
+    """Read the tables of a rotary module: one for each type of layer, or "" for all of them."""
+    module: Any = model.get_submodule(name)
+    if hasattr(module, "inv_freq"):
+        return {"": rotary(model, name, config)}
+    tables = {}
+    for kind in module.layer_types:
+        _refuse_changing_rotary(config.rope_parameters[kind])
+        scaling = float(getattr(module, f"{kind}_attention_scaling"))
+        tables[kind] = RotarySpec(ModuleRef(name, module), f"{kind}_inv_freq", scaling)
+    return tables
 
 
 def read_llama_like(model: Any, family: str, traits: Traits) -> DecoderSpec:
     """Read `model.model.layers` and its neighbours."""
     config = model.config
-    layers = tuple(_read_layer(model, index, traits) for index in range(config.num_hidden_layers))
+    for name in traits.absent:
+        if getattr(config, name, None):
+            raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
+    tables = _rotaries(model, "model.rotary_emb", config)
+    kinds = list(tables)
+    layers = []
+    for index in range(config.num_hidden_layers):
+        table = 0 if "" in tables else kinds.index(config.layer_types[index])
+        layers.append(_read_layer(model, index, table, traits))
     embedding = ref(model, "model.embed_tokens")
-    scale = float(embedding.module.embed_scale) if traits.scaled_embedding else 1.0
     return DecoderSpec(
         family=family,
         embedding=embedding,
-        layers=layers,
-        final_norm=rms_norm(model, "model.norm", traits),
+        layers=tuple(layers),
+        final_norm=norm(model, traits.final_norm, traits),
         head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
-        rotaries=(rotary(model, "model.rotary_emb", config),),
+        rotaries=tuple(tables.values()),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        embedding_scale=scale,
+        embedding_scale=_embedding_scale(embedding.module) if traits.scaled_embedding else 1.0,
+        embedding_multiplier=float(config.embedding_multiplier) if traits.multipliers else 1.0,
+        logit_scale=_logit_scale(config, traits),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
 
 
-def _read_layer(model: Any, index: int, traits: Traits) -> LayerSpec:
+def _embedding_scale(module: Any) -> float:
+    """Return the factor in the dtype of the table, as the module itself rounds it."""
+    return float(module.embed_scale.to(module.weight.dtype))
+
+
+def _logit_scale(config: Any, traits: Traits) -> float:
+    if traits.multipliers:
+        return 1.0 / float(config.logits_scaling)
+    return float(getattr(config, "logit_scale", None) or 1.0)
+
+
+def _read_layer(model: Any, index: int, table: int, traits: Traits) -> LayerSpec:
     prefix = f"model.layers.{index}"
+    config, names = model.config, traits.norms
+    parallel = traits.parallel
+    if parallel is None:
+        parallel = bool(config.use_parallel_residual)
 
-    def norm(name: str) -> NormSpec:
-        return rms_norm(model, f"{prefix}.{name}", traits)
+    def named(name: str | None) -> NormSpec | None:
+        return None if name is None else norm(model, f"{prefix}.{name}", traits)
 
-    attention = _read_attention(model, f"{prefix}.self_attn", traits)
-    mlp = _read_mlp(model, f"{prefix}.mlp", traits)
-    if traits.sandwich:
-        return LayerSpec(
-            attention,
-            mlp,
-            input_norm=norm("input_layernorm"),
-            mlp_norm=norm("pre_feedforward_layernorm"),
-            post_attention_norm=norm("post_attention_layernorm"),
-            post_mlp_norm=norm("post_feedforward_layernorm"),
-        )
     return LayerSpec(
-        attention,
-        mlp,
-        input_norm=norm("input_layernorm"),
-        mlp_norm=norm("post_attention_layernorm"),
+        _read_attention(model, f"{prefix}.self_attn", table, traits),
+        _read_mlp(model, f"{prefix}.mlp", traits),
+        input_norm=named(names.input),
+        mlp_norm=None if parallel else named(names.mlp),
+        post_attention_norm=named(names.post_attention),
+        post_mlp_norm=named(names.post_mlp),
+        parallel=parallel,
+        residual_multiplier=float(config.residual_multiplier) if traits.multipliers else 1.0,
     )
 
 
-def _read_attention(model: Any, name: str, traits: Traits) -> AttentionSpec:
+def _read_attention(model: Any, name: str, table: int, traits: Traits) -> AttentionSpec:
     config, module = model.config, model.get_submodule(name)
     hidden, heads, kv_heads = (
         config.hidden_size,
@@ -154,20 +168,23 @@ def _read_attention(model: Any, name: str, traits: Traits) -> AttentionSpec:
             linear(model, f"{name}.v_proj", hidden, kv_heads * dim),
         )
     norms = traits.head_norms
+    window = _window(module, config, traits)
     return AttentionSpec(
         projections=projections,
         layout="concat" if traits.fused_qkv else "separate",
-        output=linear(model, f"{name}.o_proj", heads * dim, hidden),
+        output=linear(model, f"{name}.{traits.output}", heads * dim, hidden),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
         v_head_dim=dim,
         scale=float(module.scaling),
-        rotary=0,
-        window=_window(module, config, traits),
+        rotary=table if _has_rotary(module, window, traits) else None,
+        interleaved=traits.interleaved,
+        window=window,
         softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
-        q_norm=rms_norm(model, f"{name}.{norms[0]}", traits) if norms else None,
-        k_norm=rms_norm(model, f"{name}.{norms[1]}", traits) if norms else None,
+        q_norm=norm(model, f"{name}.{norms[0]}", traits) if norms else None,
+        k_norm=norm(model, f"{name}.{norms[1]}", traits) if norms else None,
+        qk_norm_full=traits.head_norms_full,
     )
 
 
@@ -178,20 +195,20 @@ def _window(module: Any, config: Any, traits: Traits) -> int:
     return int(getattr(owner, "sliding_window", None) or 0)
 
 
+def _has_rotary(module: Any, window: int, traits: Traits) -> bool:
+    if traits.rotary_layers == "use_rope":
+        return bool(module.use_rope)
+    return traits.rotary_layers == "all" or window > 0
+
+
 def _read_mlp(model: Any, name: str, traits: Traits) -> MlpSpec:
-    config = model.config
+    config, names = model.config, traits.mlp
     hidden = config.hidden_size
     inner = config.intermediate_size
     activation = activation_of(
         getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     )
-    if traits.fused_gate_up:
-        inputs: tuple[LinearSpec, ...] = (
-            linear(model, f"{name}.gate_up_proj", hidden, 2 * inner),
-        )
-    else:
-        inputs = (
-            linear(model, f"{name}.gate_proj", hidden, inner),
-            linear(model, f"{name}.up_proj", hidden, inner),
-        )
-    return MlpSpec(inputs, linear(model, f"{name}.down_proj", inner, hidden), activation)
+    width = inner if len(names.inputs) == 2 or not names.gated else 2 * inner
+    inputs = tuple(linear(model, f"{name}.{part}", hidden, width) for part in names.inputs)
+    output = linear(model, f"{name}.{names.output}", inner, hidden)
+    return MlpSpec(inputs, output, activation, names.gated)

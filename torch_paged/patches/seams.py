@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
@@ -203,6 +204,39 @@ def cache_is_user_defined(cache: Any) -> bool:
 def is_plain_dynamic_cache(cache: Any) -> bool:
     """Say whether this is the cache that generate makes by default."""
     return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
+
+
+def cache_length(cache: Any) -> int:
+    """Return the columns of a dynamic cache."""
+    return int(cache.get_seq_length())
+
+
+def has_plain_layers(cache: Any, num_rows: int, shapes: Sequence[Any]) -> bool:
+    """Say whether a cache has full keys and values of these rows for layers of these shapes.
+
+    Args:
+        shapes: of each layer, as `LayerShape` has them.
+    """
+    layers = cache.layers
+    if len(layers) != len(shapes) or any(type(layer) is not DynamicLayer for layer in layers):
+        return False
+    length = cache_length(cache)
+    for layer, shape in zip(layers, shapes, strict=True):
+        sizes = (shape.head_dim, shape.v_head_dim)
+        for states, dim in zip((layer.keys, layer.values), sizes, strict=True):
+            if states is None or states.shape != (num_rows, shape.num_kv_heads, length, dim):
+                return False
+    return True
+
+
+def layer_states(cache: Any, layer: int) -> tuple[Any, Any]:
+    """Return keys and values [num_rows, num_kv_heads, num_columns, head_dim] of a layer."""
+    return cache.layers[layer].keys, cache.layers[layer].values
+
+
+def dropped_mask_width(config: GenerationConfig) -> int | None:
+    """Return the width of an attention mask that `generate` left out, for it was all ones."""
+    return getattr(config, "_mask_length", None)
 
 
 def has_own_input_preparation(model: nn.Module) -> bool:

@@ -1,0 +1,234 @@
+"""Throughput and latency of an engine under ragged work: `python -m benchmarks.ragged --help`.
+
+Throughput: 256 requests, prompts of 32 to 1024 tokens and outputs of 32 to 512, all there at the
+start; output tokens a second over the whole run, and the share of the KV blocks held that hold
+tokens. Latency: the same kind of requests, of which a fixed number is in flight at any time; time
+to first token and between tokens as a caller of `step()` sees them. Response: 128 requests of
+128 + 128 tokens at once; mean time until a request has ended.
+
+Weights are random, so outputs run to their limit. A few requests are checked against `generate()`
+first, and the whole work runs once before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import torch_paged
+from benchmarks import shapes
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request of the work."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+def ragged_work(count: int, seed: int, vocab_size: int, scale: float = 1.0) -> list[Work]:
+    """Return requests whose lengths depend on the seed alone; `scale` shrinks them for tests."""
+    draw = random.Random(seed)
+
+    def between(low: int, high: int) -> int:
+        return max(1, int(scale * draw.randint(low, high)))
+
+    work = []
+    for _ in range(count):
+        length, num_tokens = between(32, 1024), between(32, 512)
+        prompt = [draw.randrange(vocab_size) for _ in range(length)]
+        work.append(Work(prompt, num_tokens))
+    return work
+
+
+def check(engine: torch_paged.Engine, model: Any, work: list[Work]) -> None:
+    """Compare a few requests with `generate()`, token by token up to the first difference."""
+    for item in sorted(work, key=lambda w: len(w.prompt) + w.num_tokens)[:3]:
+        name = engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+        tokens = list(engine.run()[name].token_ids)
+        ids = torch.tensor([item.prompt], device=model.device)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=item.num_tokens,
+                do_sample=False,
+            )
+        expected = out[0, len(item.prompt) :].tolist()
+        same = sum(1 for _ in iter_same(tokens, expected))
+        if len(tokens) != len(expected) or same < min(8, len(expected)):
+            raise AssertionError(f"tokens differ from generate() after {same}")
+
+
+def iter_same(a: list[int], b: list[int]) -> Any:
+    """Yield the tokens of the common prefix."""
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            return
+        yield left
+
+
+def throughput(engine: torch_paged.Engine, work: list[Work]) -> dict[str, float]:
+    """Return output tokens a second, the KV use, and preemptions."""
+    _synchronize()
+    before = engine.num_preemptions
+    started = time.perf_counter()
+    for item in work:
+        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+    outputs = engine.run()
+    _synchronize()
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(out.token_ids) for out in outputs.values())
+    expected = sum(item.num_tokens for item in work)
+    if num_tokens != expected or any(out.error for out in outputs.values()):
+        raise AssertionError(f"{num_tokens} tokens came back, {expected} were asked for")
+    return {
+        "tokens_per_s": num_tokens / seconds,
+        "seconds": seconds,
+        "preemptions": engine.num_preemptions - before,
+    }
+
+
+def kv_use(engine: torch_paged.Engine, work: list[Work]) -> float:
+    """Return the mean share of the held KV slots that hold a token, over a run of the work."""
+    from torch_paged.generate.registry import find_session
+
+    session = find_session(engine._target)
+    assert session is not None and session.core is not None
+    core, shares = session.core, []
+    for item in work:
+        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+    while not engine.is_idle:
+        engine._service.advance(tokens=False)
+        held = core.allocator.num_live * core.config.block_size
+        if held:
+            shares.append(engine._service.engine.num_kv_tokens / held)
+    return statistics.mean(shares)
+
+
+def latency(engine: torch_paged.Engine, work: list[Work], streams: int) -> dict[str, float]:
+    """Keep `streams` requests in flight; return percentiles of the times that callers see, ms."""
+    waiting = list(reversed(work))
+    added: dict[Any, float] = {}
+    last: dict[Any, float] = {}
+    first_token: list[float] = []
+    between: list[float] = []
+    _synchronize()
+    started = time.perf_counter()
+    num_tokens = 0
+    while waiting or not engine.is_idle:
+        while waiting and len(added) < streams:
+            item = waiting.pop()
+            now = time.perf_counter()
+            name = engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+            added[name] = now
+        for out in engine.step():
+            now = time.perf_counter()
+            count = len(out.new_token_ids)
+            num_tokens += count
+            if count:
+                if out.request_id in last:
+                    between += [(now - last[out.request_id]) / count] * count
+                else:
+                    first_token.append(now - added[out.request_id])
+                last[out.request_id] = now
+            if out.finished:
+                del added[out.request_id]
+    seconds = time.perf_counter() - started
+    result = {"tokens_per_s": num_tokens / seconds}
+    for name, times in (("ttft", first_token), ("itl", between)):
+        marks = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
+        result[f"{name}_mean_ms"] = 1e3 * statistics.mean(times)
+        result[f"{name}_p95_ms"] = 1e3 * marks[94]
+        result[f"{name}_p99_ms"] = 1e3 * marks[98]
+    return result
+
+
+def response(engine: torch_paged.Engine, count: int, length: int, vocab_size: int) -> float:
+    """Return the mean seconds until one of `count` equal requests, made at once, has ended."""
+    draw = random.Random(count)
+    _synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        prompt = [draw.randrange(vocab_size) for _ in range(length)]
+        engine.add_request(prompt, max_new_tokens=length, do_sample=False)
+    times = [time.perf_counter() - started for _ in engine.stream(tokens=False)]
+    assert len(times) == count
+    return statistics.mean(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all parts on one model."""
+    vocab = model.config.vocab_size
+    work = ragged_work(args.requests, SEED, vocab, args.scale)
+    result: dict[str, Any] = {}
+    with torch_paged.Engine(
+        model, max_num_seqs=max(args.max_num_seqs, *args.streams), on_unsupported="raise"
+    ) as engine:
+        check(engine, model, ragged_work(8, SEED + 1, vocab, args.scale))
+        throughput(engine, ragged_work(args.requests, SEED + 2, vocab, args.scale))
+        runs = [
+            throughput(engine, ragged_work(args.requests, SEED + 3 + i, vocab, args.scale))
+            for i in range(args.repeats)
+        ]
+        speeds = sorted(run["tokens_per_s"] for run in runs)
+        result["tokens_per_s"] = statistics.median(speeds)
+        result["spread"] = speeds[-1] - speeds[0]
+        result["preemptions"] = sum(run["preemptions"] for run in runs)
+        result["kv_use"] = kv_use(engine, work)
+        for streams in args.streams:
+            some = ragged_work(max(2 * streams, 64), SEED + 9, vocab, args.scale)
+            latency(engine, some[:streams], streams)
+            result[f"streams_{streams}"] = latency(engine, some, streams)
+        length = max(2, int(128 * args.scale))
+        response(engine, 128, length, vocab)
+        result["response_s"] = response(engine, 128, length, vocab)
+        result["stats"] = str(torch_paged.stats(model))
+    return result
+
+
+def main() -> None:
+    """Measure the models asked for, print a table, write JSON to --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=shapes.NAMES)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--streams", nargs="+", type=int, default=[32, 128, 512])
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    rows: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+    }
+    for name in args.models:
+        model = shapes.build(name, device="cuda" if torch.cuda.is_available() else "cpu")
+        rows[name] = measure(model, args)
+        print(f"{name}: {rows[name]['tokens_per_s']:,.0f} tokens/s", flush=True)
+        print(json.dumps(rows[name], indent=2), flush=True)
+        del model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

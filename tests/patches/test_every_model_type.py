@@ -1,0 +1,199 @@
+"""Every causal-LM type of transformers generates what it generates without us, whatever its tier.
+
+Greedy and seeded, alone and left-padded, past the window and past a block of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import torch_paged
+
+from . import tiers, zoo
+
+PROMPTS = (5, 13, 21)
+NEW_TOKENS = 16  # the longest row ends in its third block of 16
+# Rows are compared up to the first step whose two best logits are nearer than this.
+NEAR_TIE = 2e-4
+LEAST_COMPARED = 6
+
+# Settings that change the arithmetic of a type, where the default leaves them out.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}),
+    "llama-yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 3.0, "beta_fast": 8.0}},
+    ),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+        },
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "starcoder2-full": ("starcoder2", {"sliding_window": None}),
+    "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3-capped": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma-bidirectional": ("gemma", {"use_bidirectional_attention": True}),
+    "gemma3-bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.5}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True}),
+    "phi-head-norms": ("phi", {"qk_layernorm": True}),
+    "stablelm-head-norms": ("stablelm", {"qk_layernorm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "glm4-whole-heads": (
+        "glm4",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+    ),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+}
+
+
+class Runs(NamedTuple):
+    """What a model generates for one prompt, a padded batch, and the batch with sampling."""
+
+    single: Tensor
+    single_logits: Tensor
+    batch: Tensor
+    sampled: Tensor
+    generator: Tensor
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    width = max(PROMPTS)
+    ids = torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    for row, length in zip(ids, PROMPTS, strict=True):
+        generator = torch.Generator().manual_seed(length)
+        row[width - length :] = torch.randint(3, zoo.VOCAB, (length,), generator=generator)
+    return ids, (ids != 0).long()
+
+
+def generate(model: PreTrainedModel) -> Runs:
+    ids, mask = prompts()
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    single = model.generate(
+        ids[-1:],
+        attention_mask=mask[-1:],
+        return_dict_in_generate=True,
+        output_logits=True,
+        **greedy,
+    )
+    batch = model.generate(ids, attention_mask=mask, **greedy)
+    torch.manual_seed(5)
+    sampled = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0
+    )
+    return Runs(
+        single.sequences, torch.stack(single.logits), batch, sampled, torch.get_rng_state()
+    )
+
+
+def batch_logits(model: PreTrainedModel) -> Tensor:
+    ids, mask = prompts()
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(output.logits)
+
+
+def steps_to_compare(logits: Tensor) -> list[int]:
+    """Return for each row of logits [steps, rows, vocab] how many tokens no near tie decides."""
+    best = logits.float().topk(2, -1).values
+    near = best[..., 0] - best[..., 1] < NEAR_TIE
+    return [int(row.nonzero()[0]) if row.any() else len(row) for row in near.T]
+
+
+def assert_same_tokens(got: Tensor, expected: Tensor, logits: Tensor) -> None:
+    for row, (steps, tokens) in enumerate(zip(steps_to_compare(logits), expected, strict=True)):
+        assert steps >= LEAST_COMPARED, "a near tie decides this case: change the weights"
+        end = tokens.shape[0] - NEW_TOKENS + steps
+        assert torch.equal(got[row, :end], tokens[:end]), f"row {row}"
+
+
+def assert_generates_the_same(model: PreTrainedModel) -> None:
+    expected, logits = generate(model), batch_logits(model)
+    torch_paged.accelerate(model)
+    got = generate(model)
+    assert_same_tokens(got.single, expected.single, expected.single_logits)
+    steps = steps_to_compare(expected.single_logits)[0]
+    torch.testing.assert_close(
+        got.single_logits[:steps], expected.single_logits[:steps], rtol=1e-4, atol=1e-4
+    )
+    assert_same_tokens(got.batch, expected.batch, logits)
+    assert torch.equal(got.sampled, expected.sampled)
+    assert torch.equal(got.generator, expected.generator)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Default configs warn about their token ids by the page."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("model_type", zoo.causal_lm_types())
+def test_model_type(model_type: str) -> None:
+    model = zoo.tiny_model(model_type)
+    assert_generates_the_same(model)
+    report = torch_paged.explain(model)
+    assert report.tier == tiers.tier(model_type), str(report)
+    if report.tier == "eager":
+        reason = "; ".join(report.reasons)
+        assert tiers.REASONS[model_type] in reason
+    if model_type not in tiers.FALLS_BACK:
+        assert report.last_call.path == report.tier, str(report.last_call)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name: str) -> None:
+    model_type, changes = SETTINGS[name]
+    assert_generates_the_same(zoo.tiny_model(model_type, **changes))
+
+
+def test_most_types_are_accelerated() -> None:
+    built = zoo.causal_lm_types()
+    assert len(built) >= 130
+    count = {tier: 0 for tier in ("fused", "patched", "eager")}
+    for name in built:
+        count[tiers.tier(name)] += 1
+    print(transformers.__version__, count)
+    assert count["fused"] >= 30
+    assert count["fused"] + count["patched"] >= 100

@@ -1,0 +1,95 @@
+"""The prompts of a call as our runs take them: without padding, equal ones once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_paged.engine.batch import PackedPrompts
+from torch_paged.generate.past import Columns, cached_kv, full_width, num_past_columns
+from torch_paged.patches import seams
+
+
+class Prompts(NamedTuple):
+    """Packed prompts, and where their tokens stood."""
+
+    packed: PackedPrompts
+    columns: Columns
+
+
+def pack(device: torch.device, input_ids: Tensor, kwargs: dict[str, Any], config: Any) -> Prompts:
+    """Drop the padding: rows one after the other, with the positions that generate gave them."""
+    embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    tokens = input_ids if embeds is None else embeds
+    positions, cache = kwargs.get("position_ids"), seams.call_cache(kwargs)
+    past = num_past_columns(cache)
+    if past and full_width(mask, config, positions) == tokens.shape[1]:
+        tokens = tokens[:, past:]
+    rows, width = tokens.shape[:2]
+    if positions is None:
+        positions = torch.arange(past, past + width).expand(rows, width)
+    positions = positions[:, -width:].to(device).expand(rows, width)
+    copies = _copies(tokens, mask, positions) if not past and rows > 1 else None
+    if copies is not None:
+        firsts = [copies.index(prompt) for prompt in range(max(copies) + 1)]
+        index = torch.tensor(firsts, device=tokens.device)
+        tokens, positions = tokens[index], positions[index.to(device)]
+        mask = None if mask is None else mask[index.to(mask.device)]
+        rows = len(firsts)
+    real = None
+    lengths, cached = (past + width,) * rows, (past,) * rows
+    if mask is not None:
+        real = mask.to(device) != 0
+        # A row that is all padding still gives an answer: its last token stands for it.
+        real[:, -1] |= ~real.any(-1)
+        counts = torch.stack([real.sum(-1), real[:, :past].sum(-1)]).tolist()
+        lengths, cached = tuple(counts[0]), tuple(counts[1])
+    columns = Columns(past, width, real)
+    index_of_new = columns.new_index
+
+    def packed(values: Tensor) -> Tensor:
+        values = values.to(device).reshape(rows * width, *values.shape[2:]).contiguous()
+        return values if index_of_new is None else values.index_select(0, index_of_new)
+
+    prompts = PackedPrompts(
+        lengths=lengths,
+        ids=packed(tokens) if embeds is None else None,
+        embeddings=None if embeds is None else packed(tokens),
+        positions=packed(positions).to(torch.int32),
+        last_positions=positions[:, -1],
+        rows=copies,
+        cached=cached if past else None,
+        cached_kv=cached_kv(cache, columns) if past else None,
+    )
+    if copies is not None and real is not None:
+        columns = Columns(past, width, real[torch.tensor(copies, device=device)])
+    return Prompts(prompts, columns)
+
+
+def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int, ...] | None:
+    """Number the prompts and return that of each row; None if no two are equal.
+
+    Embeddings are compared with those of the row before, where they are.
+    """
+    if tokens.is_floating_point():
+        same = (tokens[1:] == tokens[:-1]).flatten(1).all(-1)
+        starts = [0, *torch.cumsum(~same, 0).tolist()]
+        keys = [(start,) for start in starts]
+    else:
+        keys = [(row.tobytes(),) for row in tokens.cpu().numpy()]
+    if len(set(keys)) == len(keys):
+        return None
+    others = [positions.cpu().numpy()]
+    if mask is not None:
+        others.append(mask.cpu().numpy())
+    numbers: dict[tuple[Any, ...], int] = {}
+    copies = []
+    for row, key in enumerate(keys):
+        full = (key, *(values[row].tobytes() for values in others))
+        copies.append(numbers.setdefault(full, len(numbers)))
+    return tuple(copies) if len(numbers) < len(copies) else None
+
+
+__all__ = ["Prompts", "pack"]

@@ -1,0 +1,93 @@
+"""How families that share Llama's module tree depart from Llama: the columns of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class NormNames(NamedTuple):
+    """Names of a layer's norms; None where a family has none.
+
+    Attributes:
+        input: before attention.
+        mlp: before the feed-forward block; None in a parallel block that shares `input`.
+        post_attention, post_mlp: on what attention and feed-forward add to the residual.
+    """
+
+    input: str | None
+    mlp: str | None
+    post_attention: str | None = None
+    post_mlp: str | None = None
+
+
+class MlpNames(NamedTuple):
+    """Names of the projections: gate and up, one module with both, or up alone when not gated."""
+
+    inputs: tuple[str, ...]
+    output: str
+    gated: bool = True
+
+
+PRE_NORMS = NormNames("input_layernorm", "post_attention_layernorm")
+POST_NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA_NORMS = NormNames(
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
+GLM4_NORMS = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+)
+SHARED_NORM = NormNames("input_layernorm", None)
+
+GATED_MLP = MlpNames(("gate_proj", "up_proj"), "down_proj")
+PACKED_MLP = MlpNames(("gate_up_proj",), "down_proj")
+PLAIN_MLP = MlpNames(("up_proj",), "down_proj", gated=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """One row: how a family departs from Llama.
+
+    Attributes:
+        norm_kind, norm_offset, cast_before_gain: see `NormSpec`.
+        norms: the layer's norms and so its topology.
+        final_norm: the norm behind the last layer.
+        parallel: attention and feed-forward read the same residual; None asks the config.
+        head_norms: names of the q and k norms, or None.
+        head_norms_full: those norms span the whole projection instead of a head.
+        fused_qkv: one module holds q, k and v.
+        output: the projection behind attention.
+        mlp: the feed-forward projections.
+        interleaved: rotary turns neighbouring pairs instead of halves.
+        rotary_layers: the layers with rotary: all, those whose attention says `use_rope`, or
+            those with a window.
+        scaled_embedding: the embedding module multiplies by its `embed_scale`.
+        multipliers: the config's multipliers on embeddings, residuals and logits apply.
+        window: where a layer's window is found: on the attention module, or in the config for
+            every layer, or nowhere.
+        absent: config fields that change the arithmetic; a set one is refused.
+    """
+
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    cast_before_gain: bool = True
+    norms: NormNames = PRE_NORMS
+    final_norm: str = "model.norm"
+    parallel: bool | None = False
+    head_norms: tuple[str, str] | None = None
+    head_norms_full: bool = False
+    fused_qkv: bool = False
+    output: str = "o_proj"
+    mlp: MlpNames = GATED_MLP
+    interleaved: bool = False
+    rotary_layers: Literal["all", "use_rope", "windowed"] = "all"
+    scaled_embedding: bool = False
+    multipliers: bool = False
+    window: Literal["module", "config", "none"] = "none"
+    absent: tuple[str, ...] = ()
