@@ -10,18 +10,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
+    Ernie4_5Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPTNeoXConfig,
+    GraniteConfig,
+    HeliumConfig,
+    Jais2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
     Phi3Config,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 DROP = object()  # for a field of BASE that a config class does not take
@@ -57,6 +80,8 @@ class Family(NamedTuple):
     fields: dict[str, Any]
 
 
+_TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES = {
     "llama": Family(LlamaConfig, 8, {}),
     "qwen3": Family(Qwen3Config, 3, {"head_dim": 16}),
@@ -75,6 +100,88 @@ FAMILIES = {
     ),
     "phi3": Family(Phi3Config, 5, {"partial_rotary_factor": 0.5}),
     "gpt_neox": Family(GPTNeoXConfig, 10, {"num_key_value_heads": DROP, "rotary_pct": 0.25}),
+    "gemma": Family(GemmaConfig, 1, {"head_dim": 16}),
+    "gemma3": Family(
+        Gemma3TextConfig,
+        13,
+        {
+            "head_dim": 16,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 8,
+            "layer_types": _TWO_KINDS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+            },
+        },
+    ),
+    "vaultgemma": Family(
+        VaultGemmaConfig,
+        19,
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "layer_types": _TWO_KINDS,
+        },
+    ),
+    "granite": Family(
+        GraniteConfig,
+        16,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo": Family(OlmoConfig, 23, {}),
+    "olmo2": Family(Olmo2Config, 0, {}),
+    "olmo3": Family(Olmo3Config, 27, {"sliding_window": 17, "layer_types": _TWO_KINDS}),
+    "starcoder2": Family(Starcoder2Config, 23, {"sliding_window": 17}),
+    "smollm3": Family(
+        SmolLM3Config,
+        12,
+        {
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "layer_types": _TWO_KINDS,
+        },
+    ),
+    "ministral": Family(
+        MinistralConfig,
+        3,
+        {"head_dim": 16, "sliding_window": 17, "layer_types": _TWO_KINDS},
+    ),
+    "cwm": Family(
+        CwmConfig,
+        5,
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": _TWO_KINDS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "seed_oss": Family(
+        SeedOssConfig, 9, {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}
+    ),
+    "ernie4_5": Family(Ernie4_5Config, 26, {"head_dim": 16, "use_bias": True}),
+    "helium": Family(HeliumConfig, 7, {"head_dim": 16, "attention_bias": True}),
+    "glm": Family(GlmConfig, 0, {"head_dim": 16, "rope_parameters": _PARTIAL}),
+    "glm4": Family(Glm4Config, 16, {"head_dim": 16, "rope_parameters": _PARTIAL}),
+    "cohere": Family(CohereConfig, 48, {"logit_scale": 0.8}),
+    "cohere2": Family(
+        Cohere2Config, 22, {"logit_scale": 0.5, "sliding_window": 17, "layer_types": _TWO_KINDS}
+    ),
+    "phi": Family(PhiConfig, 7, {"rope_parameters": _PARTIAL}),
+    "stablelm": Family(StableLmConfig, 6, {"rope_parameters": _PARTIAL, "use_qkv_bias": True}),
+    "arcee": Family(ArceeConfig, 12, {"mlp_bias": True}),
+    "jais2": Family(Jais2Config, 2, {"head_dim": 16}),
+    "nemotron": Family(NemotronConfig, 2, {"head_dim": 16, "mlp_bias": True}),
 }
 
 

@@ -4,11 +4,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
+    NemotronConfig,
+    Olmo3Config,
+    OlmoConfig,
     Phi3Config,
+    PhiConfig,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from torch_paged.config import Config
@@ -30,12 +41,31 @@ _DIMS = {
     "pad_token_id": 0,
     "initializer_range": 0.3,
 }
+_BOTH = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _CONFIGS = {
     "llama": LlamaConfig(**_DIMS, attention_bias=True, mlp_bias=True),
     "qwen3": Qwen3Config(**_DIMS, head_dim=16),
     "gemma2": Gemma2Config(**_DIMS, head_dim=16, sliding_window=8, query_pre_attn_scalar=9),
     "phi3": Phi3Config(**_DIMS, partial_rotary_factor=0.5),
     "gpt_neox": GPTNeoXConfig(**{**_DIMS, "num_key_value_heads": None}),
+    "gemma3": Gemma3TextConfig(**_DIMS, **_BOTH, head_dim=16),
+    "granite": GraniteConfig(
+        **_DIMS,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.4,
+        residual_multiplier=0.6,
+        logits_scaling=2.0,
+    ),
+    "olmo": OlmoConfig(**_DIMS),
+    "olmo3": Olmo3Config(**_DIMS, **_BOTH),
+    "smollm3": SmolLM3Config(**_DIMS, no_rope_layers=[1, 0]),
+    "glm4": Glm4Config(**_DIMS, head_dim=16, rope_parameters=_PARTIAL),
+    "cohere2": Cohere2Config(**_DIMS, **_BOTH, logit_scale=0.5),
+    "phi": PhiConfig(**_DIMS, rope_parameters=_PARTIAL),
+    "stablelm": StableLmConfig(**_DIMS, rope_parameters=_PARTIAL, use_parallel_residual=True),
+    "starcoder2": Starcoder2Config(**_DIMS, sliding_window=8),
+    "nemotron": NemotronConfig(**_DIMS, head_dim=16),
 }
 
 
@@ -128,3 +158,19 @@ def test_a_plan_prints_one_line_an_instruction():
     assert lines[0].startswith("h = embed[model.embed_tokens](ids) * 6.9")
     assert "window=8, softcap=50" in str(plan)
     assert lines[-1].startswith("logits_out = transform(logits")
+
+
+def test_a_multiplier_on_embeddings_counts_for_given_ones_too():
+    model = make_model("granite")
+    plan = lower(read_spec(model), "prefill")
+    assert str(plan).startswith("h = embed[model.embed_tokens](ids) * 3\n")
+    ids = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 9:10]
+    core = EngineCore(DecoderStep(model, read_spec(model)), Config(), 128)
+    positions = torch.arange(10, dtype=torch.int32)
+    given = model.model.embed_tokens(ids[0, :10]).detach()
+    prompts = PackedPrompts((10,), None, given, positions, positions[-1:])
+    with torch.no_grad(), BatchRun(core, prompts, BatchLimits(2), lag=0) as run:
+        got = run.prefill().clone()
+    torch.testing.assert_close(got[:, None], expected, rtol=1e-4, atol=1e-4)

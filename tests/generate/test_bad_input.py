@@ -21,7 +21,9 @@ def model(device):
 
 
 @pytest.mark.parametrize(
-    "thing", [None, "gpt2", 7, object(), nn.Linear(2, 2), LlamaForCausalLM, nn.Module()], ids=lambda v: type(v).__name__
+    "thing",
+    [None, "gpt2", 7, object(), nn.Linear(2, 2), LlamaForCausalLM, nn.Module()],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_model(thing) -> None:
     with pytest.raises((TypeError, NotImplementedError)) as caught:

@@ -19,7 +19,7 @@ from models import (
     tiny,
     tiny_family,
 )
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import torch_paged
 from torch_paged.engine.batch import BatchRun
@@ -200,6 +200,26 @@ def test_static_cache_and_windows_fall_back(device, accelerate) -> None:
         assert torch.equal(greedy(model, ids, **{CACHE_NAME: cache}), expected)
         call = torch_paged.explain(model).last_call
         assert call.path == "eager" and "passed in" in call.reasons[0]
+
+
+class Unknown(LlamaForCausalLM):
+    """In no table of families, like any subclass."""
+
+
+def test_patched_tier(device, accelerate) -> None:
+    model = tiny(LlamaConfig, 8, device)
+    model.__class__ = Unknown
+    untouched = copy.deepcopy(model)
+    accelerate(model)
+    ids, mask = padded_prompts((9, 13), device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :10]
+    options = {"attention_mask": mask[:, :10], "position_ids": positions}
+    caches = [filled(m, ids[:, :10], **options) for m in (model, untouched)]
+    got = greedy(model, ids, attention_mask=mask, **{CACHE_NAME: caches[0]})
+    expected = greedy(untouched, ids, attention_mask=mask, **{CACHE_NAME: caches[1]})
+    assert torch.equal(got, expected)
+    assert torch_paged.explain(model).last_call.path == "patched"
+    assert_same_cache(caches[0], caches[1], torch.cat([mask, mask.new_ones(2, 23)], 1))
 
 
 def test_blocks_are_given_back(case, device, accelerate) -> None:

@@ -42,21 +42,6 @@ def assert_fell_back(model) -> None:
     assert sum(torch_paged.stats(model).fallbacks.values()) >= 1
 
 
-@pytest.mark.parametrize("early_stopping", [True, False])
-def test_beam_search(early_stopping, model, device, relaxed) -> None:
-    ids, mask = padded_prompts((5, 16, 17), device)
-    options = {"attention_mask": mask, "num_beams": 4, "num_return_sequences": 3}
-    options |= {"length_penalty": 0.7, "early_stopping": early_stopping}
-    options |= {"return_dict_in_generate": True, "output_scores": True}
-    expected = greedy(copy.deepcopy(model), ids, 20, **options)
-    relaxed(model)
-    got = greedy(model, ids, 20, **options)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert torch.equal(got.sequences_scores, expected.sequences_scores)
-    assert torch.equal(got.beam_indices, expected.beam_indices)
-    assert_fell_back(model)
-
-
 @pytest.mark.parametrize("kind", ["assistant", "prompt_lookup"])
 def test_assisted_decoding(kind, model, device, relaxed) -> None:
     ids = prompt(17, 17, device=device).repeat(1, 2)
@@ -209,8 +194,11 @@ def test_opt_out_for_a_call(model, device, accelerate) -> None:
 
 @pytest.mark.parametrize(
     "unsupported",
-    [{"output_attentions": True, "return_dict_in_generate": True}, {"num_beams": 2}],
-    ids=["attentions", "beams"],
+    [
+        {"output_attentions": True, "return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=["attentions", "prompt_lookup"],
 )
 def test_raise_comes_before_tokens_and_random_numbers(
     unsupported, model, device, accelerate
@@ -220,7 +208,7 @@ def test_raise_comes_before_tokens_and_random_numbers(
     puts: list[torch.Tensor] = []
     streamer = type("S", (), {"put": lambda self, v: puts.append(v), "end": lambda self: None})()
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, **unsupported}
-    if "num_beams" not in unsupported:
+    if "prompt_lookup_num_tokens" not in unsupported:
         options["streamer"] = streamer
     accelerate(model)
     torch.manual_seed(3)

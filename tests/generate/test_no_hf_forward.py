@@ -34,7 +34,8 @@ def forbid_forwards(model, monkeypatch) -> None:
     body = model.base_model
     layer = body.layers[0]
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
-    modules = (model, body, layer, attention, layer.mlp, layer.input_layernorm)
+    norm = next(child for name, child in layer.named_children() if "norm" in name)
+    modules = (model, body, layer, attention, layer.mlp, norm)
     # A norm of torch's own, as in GPT-NeoX, may be called as it is.
     for module in (m for m in modules if type(m).__module__.startswith("transformers.")):
         monkeypatch.setattr(type(module), "forward", forward)

@@ -103,8 +103,7 @@ def test_seam_is_counted_and_leaves_foreign_patches_alone():
 def test_warpers_are_functions_of_the_scores_alone():
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     for cls, attributes in seams.SCORE_WARPERS.items():
-        first = attributes[0]
-        warper = cls(**{first: 5 if first == "top_k" else 0.5})
+        warper = cls(**{name: 5 if name == "top_k" else 0.5 for name in attributes[:1]})
         assert all(hasattr(warper, name) for name in attributes)
         assert torch.equal(warper(None, scores.clone()), warper(torch.ones(3, 2).long(), scores))
 

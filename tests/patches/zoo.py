@@ -122,7 +122,8 @@ def _shrunk(config_class: type[PretrainedConfig]) -> Fields:
     for name in default.sub_configs:
         sub = getattr(default, name, None)
         if isinstance(sub, PretrainedConfig):
-            fields[name] = {"model_type": sub.model_type, **_shrunk(type(sub))}
+            fixes = FIXES.get(sub.model_type, {})
+            fields[name] = {"model_type": sub.model_type, **_shrunk(type(sub)), **fixes}
     return fields
 
 
@@ -150,15 +151,12 @@ def _default(config_class: type[PretrainedConfig]) -> PretrainedConfig | None:
 NOT_BUILT = {
     "blt": "its sizes of hash tables are fixed, and generate reads a field it has not",
     "cohere_compass_text": "its default layer types name no rotary parameters",
-    "dbrx": "its config reads rope_theta from a sub-config that has none",
     "dory": "its mask is longer than its keys, under Hugging Face's own generate",
     "dots3_note": "sizes vary by layer",
     "dots3_note_text": "sizes vary by layer",
     "emu3": "its config has no vocab_size",
     "gemma3n": "needs timm and pillow",
-    "gemma4": "image, audio and text; the text alone is gemma4_text",
     "gemma4_assistant": "drafts for another model",
-    "gemma4_unified": "image, audio and text; the text alone is gemma4_unified_text",
     "gemma4_unified_assistant": "drafts for another model",
     "inkling2_loop_text": "its embeddings are longer than any vocabulary this small",
     "inkling2_text": "its embeddings are longer than any vocabulary this small",
@@ -244,6 +242,10 @@ FIXES: dict[str, Fields] = {
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True, "max_window_layers": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -269,6 +271,12 @@ FIXES: dict[str, Fields] = {
     "recurrent_gemma": {"layer_types": DROP, "num_hidden_layers": 3, "lru_width": HIDDEN},
     "zaya": {"num_experts_per_tok": 1},
     "reformer": {"is_decoder": True},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_head_dim": HEAD_DIM,
+    },
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "nemotron_h": {

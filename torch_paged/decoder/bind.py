@@ -168,14 +168,15 @@ def _bind_rotary(ins: RotaryTable, decode: bool, binding: Binding) -> Call:
 def _bind_norm(ins: Norm, decode: bool) -> Call:
     spec, source, target = ins.spec, ins.source, ins.target
     module = spec.ref.module
-    if spec.kind != "rms" or plain_slot(module).kind != "fused":
-        # torch's own layer_norm sits in nn.LayerNorm: calling the module is calling it.
+    if plain_slot(module).kind == "opaque":
         call = _call_module(module, decode)
 
         def opaque(values: Values, inputs: StepInputs) -> None:
             values[target] = call(values[source])
 
         return opaque
+    if spec.kind == "layer":
+        return _bind_layer_norm(ins)
     weight, eps, offset, cast = gain(spec), spec.eps, spec.offset, spec.cast_before_gain
     residual, summed = ins.residual, ins.summed
     if residual is None or summed is None:
@@ -193,6 +194,24 @@ def _bind_norm(ins: Norm, decode: bool) -> Call:
         )
 
     return added
+
+
+def _bind_layer_norm(ins: Norm) -> Call:
+    source, target = ins.source, ins.target
+    weight, eps, offset = gain(ins.spec), ins.spec.eps, ins.spec.offset
+    bias = getattr(ins.spec.ref.module, "bias", None)
+    bias = None if bias is None else bias.detach()
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        gained = weight if weight is None or not offset else weight + offset
+        if gained is not None and gained.dtype != x.dtype:
+            wide = nn.functional.layer_norm(x.float(), x.shape[-1:], gained.float(), bias, eps)
+            values[target] = wide.to(x.dtype)
+        else:
+            values[target] = nn.functional.layer_norm(x, x.shape[-1:], gained, bias, eps)
+
+    return call
 
 
 def _bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:

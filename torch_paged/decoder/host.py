@@ -163,14 +163,17 @@ class HostStep:
 
     def _gain(self, spec: NormSpec) -> Array | None:
         weight = getattr(spec.ref.module, "weight", None)
-        plain = plain_slot(spec.ref.module).kind == "fused"
-        if (
-            spec.kind != "rms"
-            or not plain
-            or (weight is not None and weight.dtype != torch.float32)
-        ):
+        plain = plain_slot(spec.ref.module).kind != "opaque"
+        if not plain or (weight is not None and weight.dtype != torch.float32):
             raise Unsupported(f"{spec.ref.name} is called as a module")
         return None if weight is None else weight.detach().numpy()
+
+    def _scaler(self, spec: NormSpec) -> Callable[[Array, Array], None]:
+        weight = self._gain(spec)
+        if spec.kind == "rms":
+            return _rms_scaler(weight, spec)
+        bias = getattr(spec.ref.module, "bias", None)
+        return _layer_scaler(weight, None if bias is None else bias.detach().numpy(), spec)
 
     def _norm(self, ins: Norm) -> Call:
         source = self._values[ins.source].array
@@ -179,7 +182,7 @@ class HostStep:
         summed = source
         if ins.summed is not None:
             summed = self._buffer(ins.summed, source.shape[1]).array
-        scale_rows = _rms_scaler(self._gain(ins.spec), ins.spec)
+        scale_rows = self._scaler(ins.spec)
 
         def call() -> None:
             if residual is not None:
@@ -222,7 +225,7 @@ class HostStep:
         out = out.reshape(self._num_rows, spec.num_heads, spec.v_head_dim)
         norms: list[Callable[[Array, Array], None]] = []
         if spec.q_norm is not None and spec.k_norm is not None and not spec.qk_norm_full:
-            norms = [_rms_scaler(self._gain(norm), norm) for norm in (spec.q_norm, spec.k_norm)]
+            norms = [self._scaler(norm) for norm in (spec.q_norm, spec.k_norm)]
         k_cache = self._binding.keys[ins.layer].numpy()
         v_cache = self._binding.values[ins.layer].numpy()
 
@@ -230,8 +233,8 @@ class HostStep:
             for norm, heads in zip(norms, (query, key), strict=False):
                 norm(heads, heads)
             if tables is not None:
-                _rotate(query, *tables, spec.interleaved)
-                _rotate(key, *tables, spec.interleaved)
+                _rotate(query, tables[0], tables[1], spec.interleaved)
+                _rotate(key, tables[0], tables[1], spec.interleaved)
             for at, row in enumerate(self._rows):
                 keys = self._append(row, k_cache, key[at], spec.window)
                 values = self._append(row, v_cache, value[at], spec.window)
@@ -330,6 +333,20 @@ def _rms_scaler(gain: Array | None, spec: NormSpec) -> Callable[[Array, Array], 
         np.multiply(x, 1.0 / np.sqrt(mean)[..., None], out=out)
         if gain is not None:
             np.multiply(out, gain + offset if spec.offset else gain, out=out)
+
+    return scale
+
+
+def _layer_scaler(
+    gain: Array | None, bias: Array | None, spec: NormSpec
+) -> Callable[[Array, Array], None]:
+    """Return ``scale(x, out)``: out = (x - mean) / deviation * (gain + offset) + bias."""
+    scale_rows = _rms_scaler(gain, spec)
+
+    def scale(x: Array, out: Array) -> None:
+        scale_rows(x - x.mean(axis=-1, keepdims=True), out)
+        if bias is not None:
+            np.add(out, bias, out=out)
 
     return scale
 

@@ -31,8 +31,9 @@ class NormSpec:
     Attributes:
         ref: the module; its `weight` (and `bias` for layer norm) may be absent.
         kind: "rms" or "layer".
-        offset: added to the gain in float32 (1.0 for Gemma).
-        cast_before_gain: True for ``w * x_hat.to(dtype)``, False for ``(w * x_hat).to(dtype)``.
+        offset: added to the gain, by rms in float32 (1.0 for Gemma), by layer in its own dtype.
+        cast_before_gain: True for ``w * x_hat.to(dtype)``, False for ``(w * x_hat).to(dtype)``;
+            layer norms round once.
     """
 
     ref: ModuleRef

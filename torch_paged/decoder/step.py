@@ -39,6 +39,9 @@ class DecoderStep:
         fuse_linears: None fuses on CUDA at up to `FUSED_LINEAR_MAX_ROWS` rows; a bool forces it.
     """
 
+    # The keys and values of a spec are those that the model keeps in a cache of its own.
+    fills_caches = True
+
     def __init__(
         self, root: nn.Module, spec: DecoderSpec, *, fuse_linears: bool | None = None
     ) -> None:

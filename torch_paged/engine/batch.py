@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +12,13 @@ from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
+from torch_paged.engine.packed_prompts import (
+    BatchLimits,
+    CachedKV,
+    PackedPrompts,
+    running_sums,
+    slot_mapping,
+)
 from torch_paged.engine.reports import StepResult, make_reports
 from torch_paged.engine.row_blocks import RowBlocks
 from torch_paged.engine.runner import Rows, make_rows
@@ -25,40 +31,6 @@ _STEPS_AHEAD = 64
 _MAX_INT32 = 2**31 - 1
 
 Deliver = Callable[[Tensor], None]
-# Of a layer: keys and values [num_tokens, num_kv_heads, head_dim], prompts one after the other.
-CachedKV = Callable[[int], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPrompts:
-    """Prompts without their padding, one after the other, on the model's device.
-
-    Attributes:
-        lengths: tokens of each prompt, those in `cached` included; at least 1 is not in there.
-        ids: [num_tokens] int64, or None where `embeddings` [num_tokens, hidden_size] is given.
-        positions: [num_tokens] int32 rotary positions.
-        last_positions: [num_prompts] rotary position of each prompt's last token.
-        rows: the prompt of each row; None: one row for each prompt.
-        cached: first tokens of each prompt whose keys and values `cached_kv` has; None: no such.
-    """
-
-    lengths: tuple[int, ...]
-    ids: Tensor | None
-    embeddings: Tensor | None
-    positions: Tensor
-    last_positions: Tensor
-    rows: tuple[int, ...] | None = None
-    cached: tuple[int, ...] | None = None
-    cached_kv: CachedKV | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """When rows end: after `max_new_tokens`, or with one of `eos_ids`, then filled with pad."""
-
-    max_new_tokens: int
-    eos_ids: tuple[int, ...] = ()
-    pad_token: int = -1
 
 
 class BatchRun:
@@ -92,7 +64,7 @@ class BatchRun:
         self._lengths = [prompts.lengths[prompt] for prompt in self._sources]
         core.prepare(len(self._sources), max(self._lengths) + _STEPS_AHEAD, len(limits.eos_ids))
         self._blocks = RowBlocks(
-            core.allocator, core.slots, core.config.block_size, core.make_room
+            core.allocator, core.slots, core.config.block_size, core.make_room_beyond
         )
         self._launched = 0
         self._blocks_until = 0
@@ -114,6 +86,11 @@ class BatchRun:
     def num_layers(self) -> int:
         """Layers that keep keys and values."""
         return len(self._core.step.layer_shapes)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._core.step.vocab_size
 
     @property
     def state(self) -> SlotState:
@@ -173,7 +150,7 @@ class BatchRun:
             return
         size = core.config.block_size
         block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
-        mapping = to_device(_slot_mapping(group, block_ids, size), core.device)
+        mapping = to_device(slot_mapping(group, block_ids, size), core.device)
         blocks, offsets = mapping // size, mapping % size
         for layer in range(len(core.step.layer_shapes)):
             keys, values = cached_kv(layer)
@@ -225,9 +202,9 @@ class BatchRun:
         slots = [self.rows.slots[first_rows[prompt]] for prompt, _, _ in group]
         starts = [start for _, start, _ in group]
         cached = self._cached
-        firsts = _starts([n - old for n, old in zip(prompts.lengths, cached, strict=True)])
+        firsts = running_sums([n - old for n, old in zip(prompts.lengths, cached, strict=True)])
         lo = firsts[group[0][0]] + group[0][1] - cached[group[0][0]]
-        bounds = _starts([length for _, _, length in group])
+        bounds = running_sums([length for _, _, length in group])
         hi = lo + bounds[-1]
         block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
         rows = len(group)
@@ -236,7 +213,7 @@ class BatchRun:
             torch.cat(
                 [
                     torch.tensor([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])]),
-                    _slot_mapping(group, block_ids, core.config.block_size),
+                    slot_mapping(group, block_ids, core.config.block_size),
                 ]
             ),
             core.device,
@@ -378,22 +355,4 @@ class BatchRun:
         return torch.cat(parts)[:num_steps].T.contiguous()
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return bounds
-
-
-def _slot_mapping(
-    group: Sequence[tuple[int, int, int]],
-    block_ids: Sequence[Sequence[int]],
-    block_size: int,
-) -> Tensor:
-    """Return the flat cache index [num_tokens] int64 of every token of the group."""
-    parts = []
-    for (_, start, length), blocks in zip(group, block_ids, strict=True):
-        index = torch.arange(start, start + length)
-        block = torch.tensor(blocks)[index // block_size]
-        parts.append(block * block_size + index % block_size)
-    return torch.cat(parts)
+__all__ = ["BatchLimits", "BatchRun", "CachedKV", "PackedPrompts"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
 from torch_paged.engine.sampling_state import SamplingState
 from torch_paged.engine.slot_pool import SlotPool
+from torch_paged.errors import TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache, GraphPool
 
@@ -41,6 +43,19 @@ class Counters:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+
+
+Resource = TypeVar("Resource")
+
+
+def _taken(resource: Resource | None) -> Resource:
+    if resource is None:
+        raise TorchPagedError(
+            "the model's KV cache is gone in the middle of a call: release(), restore() or "
+            "accelerate() was called from a streamer, processor, criterion or callback; call it "
+            "after generate() has returned"
+        )
+    return resource
 
 
 class EngineCore:
@@ -75,18 +90,15 @@ class EngineCore:
 
     @property
     def state(self) -> SlotState:
-        assert self._state is not None, "prepare() comes first"
-        return self._state
+        return _taken(self._state)
 
     @property
     def pool(self) -> KVPool:
-        assert self._pool is not None, "prepare() comes first"
-        return self._pool
+        return _taken(self._pool)
 
     @property
     def allocator(self) -> BlockAllocator:
-        assert self._allocator is not None, "prepare() comes first"
-        return self._allocator
+        return _taken(self._allocator)
 
     @property
     def slots(self) -> SlotPool:
@@ -200,6 +212,19 @@ class EngineCore:
             self._runner = EagerRunner(self.step, self.state)
         assert self._runner is not None
         return self._runner
+
+    def make_room_beyond(self, num_blocks: int) -> bool:
+        """Like `make_room`, but past `gpu_memory_utilization` while the device has room.
+
+        For `generate()`, which has nobody to preempt and would answer without us. An explicit
+        `kv_cache_memory` still holds.
+        """
+        if self.make_room(num_blocks):
+            return True
+        if self.config.kv_cache_memory is not None:
+            return False
+        self.pool.max_bytes = None
+        return self.make_room(num_blocks)
 
     def eager_runner(self) -> Runner:
         """Return a runner that captures nothing, for the current binding."""

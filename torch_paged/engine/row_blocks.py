@@ -81,7 +81,7 @@ class RowBlocks:
         """Let each row go on from the tokens of row `sources[row]`, which has as many.
 
         Args:
-            num_tokens: in the cache for each row; 0 of its own for one that only now begins.
+            num_tokens: in the cache for each row.
 
         Raises:
             OutOfBlocks: no room for the copies of partial blocks; nothing was changed.
@@ -92,8 +92,9 @@ class RowBlocks:
             return Reordered((), ())
         counts = [-(-num_tokens[source] // size) for source in sources]
         heads = [self.ids[source][:n] for source, n in zip(sources, counts, strict=True)]
-        # Each source but for one owner gives its partial block away by copy.
-        self._reserve(len(sources))
+        # All rows but one that go on from a partial block write a copy of it.
+        partial = [source for source in sources if num_tokens[source] % size]
+        self._reserve(len(partial) - len(set(partial)))
         for row in moved:
             self._allocator.fork(heads[row])
         for row in moved:

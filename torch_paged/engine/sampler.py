@@ -47,18 +47,23 @@ class HfOrderSampler:
     Args:
         transforms: functions of float32 scores [num_rows, vocab_size], without state.
         key: identifies the transforms and their parameters.
+        draws: False takes the maximum instead.
     """
 
     any_rows = False
-    draws = True
 
-    def __init__(self, transforms: Sequence[ScoreTransform], key: Hashable) -> None:
-        self.key: Hashable = ("hf", key)
+    def __init__(
+        self, transforms: Sequence[ScoreTransform], key: Hashable, *, draws: bool = True
+    ) -> None:
+        self.key: Hashable = ("hf", draws, key)
+        self.draws = draws
         self._transforms = tuple(transforms)
 
     def __call__(self, logits: Tensor) -> Tensor:
         scores = logits.to(dtype=torch.float32, copy=True)
         for transform in self._transforms:
             scores = transform(scores)
+        if not self.draws:
+            return argmax(scores)
         probs = torch.softmax(scores, dim=-1)
         return torch.multinomial(probs, num_samples=1).squeeze(1)

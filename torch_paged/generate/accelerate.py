@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_paged.config import Config
 from torch_paged.errors import UnsupportedModelError
+from torch_paged.generate.batching import drop_cached_manager
 from torch_paged.generate.methods import DECODING_METHODS
 from torch_paged.generate.registry import add_session, find_session, remove_session
 from torch_paged.generate.session import Session
@@ -49,7 +50,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         )
     config = (config or Config()).replace(**overrides)
     target = unwrap(model)
-    if os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0"):
+    if disabled():
         warn_once("TORCH_PAGED_DISABLE is set: accelerate() does nothing")
         return model
     session = Session(target, config)
@@ -86,6 +87,11 @@ def _patches() -> list[tuple[seams.MethodSeam, Callable[..., Any]]]:
 _FINALIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
+def disabled() -> bool:
+    """Say whether TORCH_PAGED_DISABLE is set."""
+    return os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0")
+
+
 def restore(model: nn.Module) -> None:
     """Undo `accelerate`: the model's generate is Hugging Face's again, and all memory is back.
 
@@ -95,6 +101,7 @@ def restore(model: nn.Module) -> None:
     session = remove_session(target)
     if session is None:
         return
+    drop_cached_manager(target)
     session.release()
     _FINALIZERS.pop(target)()
 
@@ -146,6 +153,11 @@ def weights_changed(model: nn.Module) -> None:
 def _session(model: nn.Module, verb: str) -> Session:
     session = find_session(unwrap(model))
     if session is None:
+        if disabled():
+            raise ValueError(
+                f"torch_paged.{verb}(model) needs an accelerated model, and TORCH_PAGED_DISABLE "
+                "is set, so accelerate() does nothing; unset it"
+            )
         raise ValueError(
             f"torch_paged.{verb}(model) needs an accelerated model, got a "
             f"{type(model).__name__} that is not; call torch_paged.accelerate(model) first"

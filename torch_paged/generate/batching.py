@@ -143,6 +143,14 @@ def _run(
     return {name: results[name] for name in wanted if name in results}
 
 
+def drop_cached_manager(model: Any) -> None:
+    """End a persistent manager of ours, so that transformers' own comes next."""
+    cached = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(cached, EngineManager):
+        cached.stop(block=True, hard_stop=True)
+        del model._cached_continuous_batching_manager
+
+
 def _manager(model: Any, generation_config: Any, batching_config: Any) -> EngineManager:
     cached = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(cached, EngineManager) and cached.is_usable:

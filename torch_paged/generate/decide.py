@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from torch_paged.generate.past import full_width, num_past_columns, past_reasons
+from torch_paged.generate.samplers import is_long, looks_back, unknown_processors
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
 
@@ -58,22 +59,27 @@ class Decision:
 
 def decide(model: Any, session: Session, call: Call) -> Decision:
     """Choose the path of a call; reads the call's tensors only where it must."""
-    reasons = (
-        opted_out(call.generation_config)
-        or _model_reasons(model, session)
-        or _call_reasons(model, session, call)
-    )
-    if not reasons:
-        reasons = _mask_reasons(session, call)
-    if not reasons and (reason := session.self_test_reason()):
-        reasons = [reason]
-    if reasons:
+    if reasons := fallback_reasons(model, session, call, "_sample"):
         return Decision(None, reasons)
     loop, why = _choose_loop(session, call)
     max_new_tokens, eos_ids = _limits(call)
     if max_new_tokens is None and loop != "stepped":
         loop, why = "stepped", ["there is no length limit"]
     return Decision(loop, why, max_new_tokens, eos_ids)
+
+
+def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> list[str]:
+    """Say why a call of this decoding method is Hugging Face's to serve, or return nothing."""
+    reasons = (
+        opted_out(call.generation_config)
+        or _model_reasons(model, session, method)
+        or _call_reasons(model, session, call)
+    )
+    if not reasons:
+        reasons = _mask_reasons(session, call)
+    if not reasons and (reason := session.self_test_reason()):
+        reasons = [reason]
+    return reasons
 
 
 OPTED_OUT = "generation_config.torch_paged is False"
@@ -84,8 +90,8 @@ def opted_out(config: Any) -> list[str]:
     return [OPTED_OUT] if getattr(config, "torch_paged", None) is False else []
 
 
-def _model_reasons(model: Any, session: Session) -> list[str]:
-    if seams.overrides_sample(model):
+def _model_reasons(model: Any, session: Session, method: str) -> list[str]:
+    if seams.overrides_method(model, method):
         return [f"{type(model).__name__} has a decoding loop of its own"]
     session.reread_if_changed()
     if session.decide_tier() == "eager":
@@ -112,6 +118,10 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         if config.return_dict_in_generate and getattr(config, name):
             reasons.append(name)
     cache = seams.call_cache(kwargs)
+    assert session.step is not None
+    shown = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
+    if shown and not session.step.fills_caches:
+        reasons.append("the model's own cache holds something else than keys and values")
     if cache is not None and not seams.is_plain_dynamic_cache(cache):
         given = seams.cache_is_user_defined(cache)
         what = f"cache_implementation={config.cache_implementation!r}"
@@ -120,7 +130,6 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         reasons.append("compile_config")
     if torch.is_grad_enabled():
         reasons.append("gradients are enabled")
-    assert session.step is not None
     if torch.is_autocast_enabled(session.step.device.type):
         reasons.append("autocast is on")
     if seams.has_own_input_preparation(model):
@@ -130,9 +139,14 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     extra = sorted(
         name
         for name, value in kwargs.items()
-        if name not in _UNDERSTOOD_KWARGS and value is not None
+        # `generate` hands an empty dictionary of encoded images to models that could take them.
+        if name not in _UNDERSTOOD_KWARGS and value is not None and not _is_empty(value)
     )
     return reasons + [f"model argument {name!r}" for name in extra]
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _mask_reasons(session: Session, call: Call) -> list[str]:
@@ -175,16 +189,19 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
 def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
     """Device where all that chooses and stops is known; stepped where anything is not."""
     config = call.generation_config
-    why = []
-    for processor in call.logits_processor:
-        if type(processor) not in seams.SCORE_WARPERS or not config.do_sample:
-            why.append(f"{type(processor).__name__} runs between the steps")
+    assert session.step is not None
+    unknown = unknown_processors(call.logits_processor, session.step.vocab_size)
+    why = [f"{name} runs between the steps" for name in unknown]
+    rows, width = call.input_ids.shape
+    max_new_tokens, _ = _limits(call)
+    if max_new_tokens is not None and is_long(rows, width + max_new_tokens):
+        if looks_back(call.logits_processor):
+            why.append("a processor looks back at more ids than fit beside the step")
     for criterion in call.stopping_criteria:
         if type(criterion) not in (seams.MaxLengthCriteria, seams.EosTokenCriteria):
             why.append(f"{type(criterion).__name__} runs between the steps")
     if config.return_dict_in_generate and (config.output_scores or config.output_logits):
         why.append("scores or logits are returned")
-    assert session.step is not None
     if call.input_ids.device != session.step.device:
         why.append(f"input_ids are on {call.input_ids.device}")
     if why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch_paged.generate.beams import beam_search
 from torch_paged.generate.decide import opted_out
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, sample
@@ -29,7 +30,7 @@ def _without_fast_path(name: str) -> Callable[..., Any]:
     return method
 
 
-DECODING_METHODS: dict[str, Callable[..., Any]] = {
-    name: sample if name == "_sample" else _without_fast_path(name)
-    for name in seams.DECODING_SEAMS
+_OURS: dict[str, Callable[..., Any]] = {"_sample": sample, "_beam_search": beam_search}
+DECODING_METHODS = {
+    name: _OURS.get(name) or _without_fast_path(name) for name in seams.DECODING_SEAMS
 }

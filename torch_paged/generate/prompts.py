@@ -83,7 +83,7 @@ def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int
         return None
     others = [positions.cpu().numpy()]
     if mask is not None:
-        others.append(mask.cpu().numpy())
+        others.append((mask != 0).cpu().numpy())
     numbers: dict[tuple[Any, ...], int] = {}
     copies = []
     for row, key in enumerate(keys):

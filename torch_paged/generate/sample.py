@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
-from torch_paged.engine.sampler import GreedySampler, HfOrderSampler, Sampler
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
 from torch_paged.generate.past import fill_cache
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
+from torch_paged.generate.samplers import make_sampler
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
 from torch_paged.report import CallReport
@@ -59,7 +59,7 @@ def sample(
         streamer,
         model_kwargs,
     )
-    with session.lock, _on_device(session):
+    with session.lock, on_model_device(session):
         decision = decide(self, session, call)
         if decision.loop is not None:
             tier = session.decide_tier()
@@ -85,7 +85,8 @@ def fall_back(session: Session, reasons: list[str], original: Callable[[], Any])
 
 
 @contextlib.contextmanager
-def _on_device(session: Session) -> Iterator[None]:
+def on_model_device(session: Session) -> Iterator[None]:
+    """Run on the model's device, in order behind the last call."""
     step = session.step
     if step is None or step.device.type != "cuda":
         yield
@@ -114,7 +115,15 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             sequences, num_steps, extras = _stepped(run, logits, call, decision)
         else:
             deliver = None if call.streamer is None else call.streamer.put
-            num_steps = run.run(logits, _sampler(call), deliver)
+            sampler = make_sampler(
+                session.samplers,
+                call.logits_processor,
+                call.input_ids,
+                run,
+                call.input_ids.shape[1] + (decision.max_new_tokens or 0),
+                do_sample=config.do_sample,
+            )
+            num_steps = run.run(logits, sampler, deliver)
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
@@ -183,16 +192,3 @@ def _pad_token(call: Call, decision: Decision) -> int:
         return -1
     pad, _ = seams.special_token_tensors(call.generation_config)
     return -1 if pad is None else int(pad)
-
-
-def _sampler(call: Call) -> Sampler:
-    if not call.generation_config.do_sample:
-        return GreedySampler()
-    warpers = list(call.logits_processor)
-    key = tuple(
-        (type(warper), *(getattr(warper, name) for name in seams.SCORE_WARPERS[type(warper)]))
-        for warper in warpers
-    )
-    # These warpers never look at the ids.
-    transforms = [lambda scores, warper=warper: warper(None, scores) for warper in warpers]
-    return HfOrderSampler(transforms, key)

@@ -16,6 +16,7 @@ from torch_paged.config import Config
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
+from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
 from torch_paged.ops.triton_compat import HAS_TRITON
@@ -48,6 +49,7 @@ class Session:
         self.step: DecoderStep | PatchedStep | None = None
         self.reasons: list[str] = []
         self.dropout = ""
+        self.samplers = SamplerShelf()
         self._model = weakref.ref(model)
         self._last_stream: torch.cuda.Stream | None = None
         self._verified: set[tuple[torch.device, torch.dtype]] = set()
@@ -69,7 +71,7 @@ class Session:
         self.reasons = []
         self._verified.clear()
         self._undecided = False
-        self._placement = placement_reason(self.model) or hook_reason(self.model)
+        self._placement = self._outer_reason()
         if self._placement:
             self.reasons = [self._placement]
             return
@@ -98,10 +100,19 @@ class Session:
         limit = getattr(text, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
         self.core = EngineCore(step, self.config, min(int(limit), _MAX_TABLE_TOKENS))
 
+    def _outer_reason(self) -> str:
+        """Say what rules out both of our tiers, or return ""."""
+        reason = placement_reason(self.model) or hook_reason(self.model)
+        named = self.config.kv_cache_dtype
+        dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+        if not reason and named not in ("auto", dtype):
+            reason = f"kv_cache_dtype={named!r} for a model in {dtype} is not supported"
+        return reason
+
     def reread_if_changed(self) -> None:
         """Read the model again if modules, hooks or devices changed since."""
         if self.step is None or self.core is None:
-            changed = self._placement != (placement_reason(self.model) or hook_reason(self.model))
+            changed = self._placement != self._outer_reason()
         else:
             changed = self.step.watch.structure_changed() or any(global_forward_hooks())
             changed |= (self.step.device, self.step.dtype) != self.core.made_for
@@ -179,6 +190,7 @@ class Session:
 
     def release(self) -> None:
         """Give pool, graphs and slot state back; the next call takes them again."""
+        self.samplers.clear()
         if self.core is not None:
             with self.lock:
                 self.core.release()

@@ -2,12 +2,14 @@
 
 The attention function finds its state through a context variable and the module that calls it,
 not through keyword arguments: `generate` refuses unknown ones and some models drop them. The name
-is not in the mask interface, so no mask is built; prompts come without padding.
+is not in the mask interface, so no mask is built; prompts come without padding. What the masks
+would have hidden is read once, while probing: a layer's window may stand nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,9 +23,16 @@ from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.ops.paged_attention import fused_decode_attention, paged_prefill_attention
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import register_attention, switch_attention
+from torch_paged.patches.seams import (
+    PassThroughCache,
+    register_attention,
+    register_masks,
+    switch_attention,
+)
+from torch_paged.patches.visibility import window_of
 
 NAME = "torch_paged"
+_PROBE_NAME = "torch_paged_probe"
 
 # Keyword arguments that change nothing here: positions are applied, masks are causal by contract.
 _HARMLESS = {
@@ -40,6 +49,7 @@ _HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "logits_to_keep",
     "return_dict",
     "num_items_in_batch",
     "kernel_options",
@@ -65,39 +75,67 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class Probe:
-    """Runs dense attention and notes the layers in the order of their calls."""
+    """Runs dense attention and notes the layers in the order of their calls.
 
-    layers: dict[int, int] = field(default_factory=dict)  # id of module -> layer
+    Attributes:
+        reads_masks: let the model build its masks, and take the windows from them.
+        layers: id of an attention module -> its layers of the cache, one for each of its calls.
+        cache: what the model believes to be its cache.
+        keeps_what_it_attends: each call attends to exactly what the model just put in its cache.
+    """
+
+    cache: PassThroughCache
+    reads_masks: bool = False
+    layers: dict[int, list[int]] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
-    vocab_size: int = 0
+    masks: list[tuple[Tensor, int]] = field(default_factory=list)
+    keeps_what_it_attends: bool = True
 
     def attend(
         self, module: nn.Module, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, s: Any
     ) -> Tensor:
-        if id(module) in self.layers:
-            raise SpecRefusal("an attention module runs twice in one forward")
-        self.layers[id(module)] = len(self.calls)
+        self.layers.setdefault(id(module), []).append(len(self.calls))
         self.calls.append(call)
+        layer, held = len(self.calls) - 1, self.cache.held
+        if len(held) != len(self.calls) or held[-1][0] != layer:
+            self.keeps_what_it_attends = False
+        elif held[-1][1] is not k or held[-1][2] is not v:
+            self.keeps_what_it_attends = False
         return _dense_attention(call, q, k, v, s)
+
+    def window(self, mask: Tensor) -> int:
+        """Return the window of a mask that came back to us; refuses one of the model's own."""
+        for known, window in self.masks:
+            if known is mask:
+                return window
+        raise SpecRefusal("attention takes a mask of the model's own making")
 
 
 @dataclass(slots=True)
 class PagedRun:
-    """One step over the paged cache."""
+    """One step over the paged cache.
 
-    layers: dict[int, int]
+    Attributes:
+        layers: see `Probe`.
+        windows: of each layer.
+    """
+
+    layers: dict[int, list[int]]
+    windows: tuple[int, ...]
     binding: Binding
     inputs: StepInputs
     decode: bool
+    seen: Counter[int] = field(default_factory=Counter)
 
     def attend(
         self, module: nn.Module, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, s: Any
     ) -> Tensor:
         """Attend [B, H, 1, D] rows or packed [1, H, T, D] prompts; [tokens, heads, Dv]."""
-        layer = self.layers[id(module)]
+        layer = self.layers[id(module)][self.seen[id(module)]]
+        self.seen[id(module)] += 1
         state, inputs = self.binding.state, self.inputs
         k_cache, v_cache = self.binding.keys[layer], self.binding.values[layer]
-        limits = {"window": call.window, "softcap": call.softcap, "sinks": s}
+        limits = {"window": self.windows[layer], "softcap": call.softcap, "sinks": s}
         if self.decode:
             return fused_decode_attention(
                 q.squeeze(2),
@@ -152,9 +190,11 @@ def _attention_forward(
     if run is None:
         raise RuntimeError(f"attention {NAME!r} runs only inside an accelerated model's step")
     strange = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS]
-    if isinstance(run, Probe) and (strange or attention_mask is not None or dropout):
-        what = strange or ["attention_mask" if attention_mask is not None else "dropout"]
-        raise SpecRefusal(f"attention takes {', '.join(map(repr, what))}")
+    if isinstance(run, Probe) and (strange or dropout):
+        raise SpecRefusal(f"attention takes {', '.join(map(repr, strange or ['dropout']))}")
+    if isinstance(run, Probe) and attention_mask is not None:
+        # Attention obeys its mask; the argument is for kernels that build none.
+        sliding_window = run.window(attention_mask)
     call = AttentionCall(
         LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         query.shape[1],
@@ -191,13 +231,30 @@ def _dense_attention(
     return (weights @ v).to(q.dtype)[0].transpose(0, 1).contiguous()
 
 
+def _mask_for_probe(
+    batch_size: int, q_length: Any, kv_length: int, *args: Any, mask_function: Any, **kwargs: Any
+) -> Tensor | None:
+    """Mask of transformers' interface: a token that stands for what `mask_function` shows."""
+    run = _ACTIVE.get()
+    if not isinstance(run, Probe):
+        return None
+    length = q_length if isinstance(q_length, int) else q_length.shape[0]
+    mask = torch.ones(batch_size, 1, length, kv_length, dtype=torch.bool)
+    run.masks.append((mask, window_of(mask_function)))
+    return mask
+
+
 @contextlib.contextmanager
 def paged_attention(model: nn.Module, run: Probe | PagedRun) -> Iterator[None]:
     """Let `model`'s forward attend through `run`; the caller holds the model's lock."""
-    register_attention(NAME, _attention_forward)
+    reads_masks = isinstance(run, Probe) and run.reads_masks
+    name = _PROBE_NAME if reads_masks else NAME
+    register_attention(name, _attention_forward)
+    if reads_masks:
+        register_masks(name, _mask_for_probe)
     token = _ACTIVE.set(run)
     try:
-        with switch_attention(model, NAME):
+        with switch_attention(model, name):
             yield
     finally:
         _ACTIVE.reset(token)

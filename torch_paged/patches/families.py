@@ -92,7 +92,9 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
         norm_kind="layer", parallel=None, absent=("qk_layernorm",)
     ),
     ("granite.modeling_granite", "GraniteForCausalLM"): Traits(multipliers=True),
-    ("olmo.modeling_olmo", "OlmoForCausalLM"): Traits(norm_kind="layer", absent=("clip_qkv",)),
+    ("olmo.modeling_olmo", "OlmoForCausalLM"): Traits(
+        norm_kind="layer", norm_eps=1e-5, absent=("clip_qkv",)
+    ),
     ("olmo2.modeling_olmo2", "Olmo2ForCausalLM"): _OLMO2,
     ("olmo3.modeling_olmo3", "Olmo3ForCausalLM"): replace(_OLMO2, window="module"),
     ("smollm3.modeling_smollm3", "SmolLM3ForCausalLM"): Traits(
@@ -112,7 +114,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ),
     ("arcee.modeling_arcee", "ArceeForCausalLM"): Traits(mlp=PLAIN_MLP),
     ("jais2.modeling_jais2", "Jais2ForCausalLM"): _SQUARED_RELU,
-    ("nemotron.modeling_nemotron", "NemotronForCausalLM"): _SQUARED_RELU,
+    ("nemotron.modeling_nemotron", "NemotronForCausalLM"): replace(_SQUARED_RELU, norm_offset=1.0),
 }
 
 

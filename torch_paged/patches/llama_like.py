@@ -53,12 +53,11 @@ def activation_of(name: object) -> Activation:
 def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
     module_ref = ref(model, name)
     module: Any = module_ref.module
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    if eps is None and traits.norm_kind == "rms":
+    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", traits.norm_eps)
+    if eps is None:
         raise SpecRefusal(f"{name} has no epsilon that is known here")
-    # A layer norm is called as a module: its epsilon is its own affair.
     return NormSpec(
-        module_ref, traits.norm_kind, eps or 0.0, traits.norm_offset, traits.cast_before_gain
+        module_ref, traits.norm_kind, float(eps), traits.norm_offset, traits.cast_before_gain
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,12 @@ from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.watch import ModuleWatch
 from torch_paged.patches.attention_switch import PagedRun, Probe, paged_attention
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import CACHE_NAMES, PassThroughCache
+from torch_paged.patches.seams import (
+    CACHE_NAMES,
+    PassThroughCache,
+    cache_windows,
+    forward_arguments,
+)
 
 _PROBE_TOKENS = 4
 # Layer types whose state is the keys and values that attention sees.
@@ -28,6 +32,9 @@ class PatchedStep:
     Args:
         model: held weakly.
 
+    Attributes:
+        fills_caches: what attention reads is what the model keeps in a cache of its own.
+
     Raises:
         SpecRefusal: the forward does not go through the attention interface as it must.
     """
@@ -38,13 +45,16 @@ class PatchedStep:
         self._binding: Binding | None = None
         self._key: tuple[object, ...] = ()
         self._cache_name = _cache_argument(model)
-        self._keeps_logits = "logits_to_keep" in _forward_arguments(model)
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         _refuse_other_state(model)
-        probe = self._probe(model)
-        self._layers = probe.layers
-        self.calls = tuple(probe.calls)
-        self._vocab_size = probe.vocab_size
-        _check_windows(model.config, self.calls)
+        # Without masks, as steps run; then with them, for what they would have hidden.
+        self._vocab_size = self._probe(model, Probe(PassThroughCache(notes=True)))
+        probe = Probe(PassThroughCache(notes=True), reads_masks=True)
+        self._probe(model, probe)
+        _check_windows(model.config.get_text_config(), probe)
+        self.fills_caches = probe.keeps_what_it_attends
+        self._layers, self.calls = probe.layers, tuple(probe.calls)
+        self._windows = tuple(call.window for call in self.calls)
 
     @property
     def model(self) -> Any:
@@ -118,20 +128,19 @@ class PatchedStep:
     def _forward(self, inputs: StepInputs, decode: bool, kwargs: dict[str, Any]) -> Tensor:
         assert self._binding is not None, "bind() comes first"
         model = self.model
-        run = PagedRun(self._layers, self._binding, inputs, decode)
+        run = PagedRun(self._layers, self._windows, self._binding, inputs, decode)
         with paged_attention(model, run):
             kwargs[self._cache_name] = PassThroughCache()
             return model(use_cache=True, return_dict=True, **kwargs).logits
 
-    def _probe(self, model: Any) -> Probe:
-        probe = Probe()
+    def _probe(self, model: Any, probe: Probe) -> int:
+        """Let `probe` see one short forward; return the size of the vocabulary."""
         device = model.get_input_embeddings().weight.device
         ids = torch.arange(_PROBE_TOKENS, device=device)[None]
-        kwargs = {self._cache_name: PassThroughCache(), "position_ids": ids}
+        kwargs = {self._cache_name: probe.cache, "position_ids": ids}
         try:
             with torch.no_grad(), paged_attention(model, probe):
                 out = model(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
-            probe.vocab_size = out.logits.shape[-1]
         except SpecRefusal:
             raise
         except Exception as error:  # a model may object to our cache or name in its own way
@@ -139,20 +148,17 @@ class PatchedStep:
                 f"its forward does not run with switched attention: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if len(probe.calls) != model.config.get_text_config().num_hidden_layers:
+        num_layers = model.config.get_text_config().num_hidden_layers
+        if len(probe.calls) < num_layers:
             raise SpecRefusal(
-                f"{len(probe.calls)} of {model.config.get_text_config().num_hidden_layers} layers "
-                "go through the attention interface"
+                f"{len(probe.calls)} of {num_layers} layers go through the attention interface"
             )
-        return probe
-
-
-def _forward_arguments(model: nn.Module) -> set[str]:
-    return set(inspect.signature(type(model).forward).parameters)
+        vocab_size: int = out.logits.shape[-1]
+        return vocab_size
 
 
 def _cache_argument(model: nn.Module) -> str:
-    arguments = _forward_arguments(model)
+    arguments = forward_arguments(model)
     if "position_ids" not in arguments:
         raise SpecRefusal("its forward takes no position_ids")
     for name in CACHE_NAMES:
@@ -181,19 +187,15 @@ def _refuse_other_state(model: Any) -> None:
         )
 
 
-def _check_windows(config: Any, calls: tuple[Any, ...]) -> None:
-    """A layer that the config windows must have told attention so: masks are not built here."""
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None) or 0
-    if getattr(text, "use_sliding_window", True) is False:
-        window = 0
-    if getattr(text, "attention_chunk_size", None):
-        raise SpecRefusal("its attention is chunked")
-    types = getattr(text, "layer_types", None)
-    for index, call in enumerate(calls):
-        if types is not None:
-            expected = types[index] in ("sliding_attention", "local")
-        else:
-            expected = bool(window)
-        if expected != bool(call.window):
-            raise SpecRefusal(f"layer {index} does not tell attention its window")
+def _check_windows(config: Any, probe: Probe) -> None:
+    """generate's own cache must not forget what the masks of a layer show."""
+    windows = cache_windows(config)
+    if not any(windows):
+        return
+    for index, call in enumerate(probe.calls):
+        remembered = windows[index] if len(windows) == len(probe.calls) else max(windows)
+        if remembered and remembered != call.window:
+            raise SpecRefusal(
+                f"layer {index} attends to {call.window or 'all'} tokens "
+                f"but its cache remembers {remembered}"
+            )

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,12 +23,15 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import logits_process as logits_process
+from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -41,12 +47,17 @@ MaxLengthCriteria = stopping_criteria.MaxLengthCriteria
 EosTokenCriteria = stopping_criteria.EosTokenCriteria
 StopStringCriteria = stopping_criteria.StopStringCriteria
 
-# Pure functions of the scores, without state and without the ids: safe inside a graph.
+# Pure functions of the scores, without state and without the ids: safe inside a graph. Those that
+# go through torch.distributions are not: it checks its arguments on the host.
 SCORE_WARPERS: dict[type, tuple[str, ...]] = {
     logits_process.TemperatureLogitsWarper: ("temperature",),
     logits_process.TopKLogitsWarper: ("top_k", "filter_value"),
     logits_process.TopPLogitsWarper: ("top_p", "filter_value", "min_tokens_to_keep"),
     logits_process.MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
+    logits_process.TypicalLogitsWarper: ("mass", "filter_value", "min_tokens_to_keep"),
+    logits_process.EpsilonLogitsWarper: ("epsilon", "filter_value", "min_tokens_to_keep"),
+    logits_process.InfNanRemoveLogitsProcessor: (),
+    logits_process.LogitNormalization: (),
 }
 
 DecodingMethod = Callable[..., Any]
@@ -114,9 +125,17 @@ GenerationOutput = continuous_api.GenerationOutput
 BatchingStatus = continuous_api.RequestStatus
 
 
-def overrides_sample(model: nn.Module) -> bool:
-    """Say whether the model's class brings a `_sample` of its own."""
-    return type(model)._sample is not GenerationMixin._sample  # type: ignore[attr-defined]
+@functools.cache
+def sequence_bias_margin() -> int:
+    """Return how many ids a row must have before a prefix for its bias to count: 0 in 5.24."""
+    bias = logits_process.SequenceBiasLogitsProcessor([[[1, 2], 1.0]])
+    scores = bias(torch.ones((1, 1), dtype=torch.long), torch.zeros(1, 3))
+    return 0 if float(scores[0, 2]) else 1
+
+
+def overrides_method(model: nn.Module, name: str) -> bool:
+    """Say whether the model's class brings a decoding method of its own."""
+    return getattr(type(model), name) is not getattr(GenerationMixin, name)
 
 
 def is_pretrained_model(model: object) -> bool:
@@ -196,6 +215,11 @@ def eager_attention(model: Any) -> contextlib.AbstractContextManager[None]:
     return switch_attention(model, "eager")
 
 
+def forward_arguments(model: Any) -> frozenset[str]:
+    """Return the names of the arguments of the class's forward, as `generate` looks at them."""
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
 def cache_is_user_defined(cache: Any) -> bool:
     """Say whether the caller passed this cache in (generate marks it)."""
     return bool(getattr(cache, "_is_user_defined", False))
@@ -239,6 +263,14 @@ def dropped_mask_width(config: GenerationConfig) -> int | None:
     return getattr(config, "_mask_length", None)
 
 
+def cache_windows(config: Any) -> list[int]:
+    """Return the tokens that each layer of generate's own cache remembers, 0 for all."""
+    layers = DynamicCache(config=config).layers
+    return [
+        int(layer.sliding_window) if getattr(layer, "is_sliding", False) else 0 for layer in layers
+    ]
+
+
 def has_own_input_preparation(model: nn.Module) -> bool:
     """Say whether prepare_inputs_for_generation was replaced on the instance (PEFT prompts)."""
     return "prepare_inputs_for_generation" in model.__dict__
@@ -254,43 +286,91 @@ def decoder_only_output(*, sequences: Any, cache: Any, **fields: Any) -> Any:
     return GenerateDecoderOnlyOutput(sequences=sequences, **{_OUTPUT_CACHE_FIELD: cache}, **fields)
 
 
+def replace_output_cache(output: Any, cache: Any) -> None:
+    """Put a cache into what a decoding method returned."""
+    output[_OUTPUT_CACHE_FIELD] = cache
+
+
+def cache_name(model_kwargs: dict[str, Any]) -> str | None:
+    """Return the name under which this call has its cache, or None."""
+    return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+
+
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function; without a mask function of that name none is built."""
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, function)
 
 
+def register_masks(name: str, function: Callable[..., Any]) -> None:
+    """Register the mask function that goes with an attention function."""
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, function)
+
+
+# id of a config -> attention that its model uses in this context (thread or task).
+_ATTENTION_HERE: ContextVar[dict[int, str]] = ContextVar("torch_paged_attention_here")
+_OWN_ATTENTION: Any = PreTrainedConfig.__dict__["_attn_implementation"]
+_attention_lock = threading.Lock()
+_attention_users = 0
+
+
+def _read_attention(config: PreTrainedConfig) -> Any:
+    here = _ATTENTION_HERE.get({})
+    return here[id(config)] if id(config) in here else _OWN_ATTENTION.fget(config)
+
+
+def _count_attention_readers(change: int) -> None:
+    """Keep our reading of the property in place for as long as anyone is within a block."""
+    global _attention_users
+    with _attention_lock:
+        _attention_users += change
+        reads = property(_read_attention, _OWN_ATTENTION.fset) if _attention_users else None
+        PreTrainedConfig._attn_implementation = reads or _OWN_ATTENTION
+
+
 @contextlib.contextmanager
 def switch_attention(model: Any, name: str) -> Iterator[None]:
-    """Set the attention of every config of `model` to `name` within the block.
+    """Have every config of `model` name `name` as its attention, in this thread or task only.
 
-    Configs are shared between models; callers hold a lock and keep the block short.
+    Configs are shared between models and threads, so the value that they hold is not touched:
+    within the block the property reads a context variable first.
     """
-    configs = {id(c): c for c in (m.config for m in model.modules() if hasattr(m, "config"))}
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    configs = {id(m.config): name for m in model.modules() if hasattr(m, "config")}
+    token = _ATTENTION_HERE.set(_ATTENTION_HERE.get({}) | configs)
+    _count_attention_readers(1)
     try:
-        for config, _ in before:
-            config._attn_implementation = name
         yield
     finally:
-        for config, old in before:
-            config._attn_implementation = old
+        _count_attention_readers(-1)
+        _ATTENTION_HERE.reset(token)
 
 
 class PassThroughCache(Cache):
-    """A cache that keeps nothing: `update` hands its input on to attention, which stores it."""
+    """A cache that keeps nothing: `update` hands its input on to attention, which stores it.
+
+    Attributes:
+        held: layer, keys and values of each update, if asked for.
+    """
 
     is_compileable = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, notes: bool = False) -> None:
         super().__init__(layers=[])
+        self.held: list[tuple[int, Any, Any]] = []
+        self._notes = notes
 
     def update(
-        self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
+        self, key_states: Any, value_states: Any, layer_idx: int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        if self._notes:
+            self.held.append((layer_idx, key_states, value_states))
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:

@@ -56,6 +56,7 @@ class Traits:
 
     Attributes:
         norm_kind, norm_offset, cast_before_gain: see `NormSpec`.
+        norm_eps: for norms that do not say it.
         norms: the layer's norms and so its topology.
         final_norm: the norm behind the last layer.
         parallel: attention and feed-forward read the same residual; None asks the config.
@@ -77,6 +78,7 @@ class Traits:
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     cast_before_gain: bool = True
+    norm_eps: float | None = None
     norms: NormNames = PRE_NORMS
     final_norm: str = "model.norm"
     parallel: bool | None = False

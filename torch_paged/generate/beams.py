@@ -1,0 +1,121 @@
+"""Beam search on the paged cache: transformers' own search, handed a model that is our run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from torch_paged.engine.batch import BatchLimits, BatchRun
+from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.past import fill_cache
+from torch_paged.generate.prompts import pack
+from torch_paged.generate.registry import find_session
+from torch_paged.generate.sample import fall_back, on_model_device
+from torch_paged.generate.session import Session
+from torch_paged.patches import seams
+from torch_paged.report import CallReport
+
+
+class RunAsModel:
+    """What beam search needs of a model: the forward is a run's step, the rest the model's own."""
+
+    def __init__(self, model: Any, run: BatchRun) -> None:
+        self._model = model
+        self._run = run
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_reorder_cache":  # the cache knows
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output(self._run.prefill())
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        return {"tokens": input_ids[:, -1]}
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> dict[str, Any]:
+        return model_kwargs
+
+    def __call__(self, tokens: Tensor, return_dict: bool = True) -> Any:
+        self._run.commit(tokens.to(self._run.rows.index.device))
+        return self._output(self._run.next_logits())
+
+    def _output(self, logits: Tensor) -> Any:
+        self.num_steps += 1
+        return SimpleNamespace(logits=logits[:, None], attentions=None, hidden_states=None)
+
+
+class BeamBlocks:
+    """What beam search needs of a cache."""
+
+    def __init__(self, run: BatchRun) -> None:
+        self._run = run
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each row go on from the beam that its tokens came from."""
+        self._run.reorder(beam_idx.tolist())
+
+
+def beam_search(
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """Stand in for `GenerationMixin._beam_search`; others' models pass through."""
+    search = seams.DECODING_SEAMS["_beam_search"].original
+    rest = (input_ids, logits_processor, stopping_criteria, generation_config)
+
+    def original() -> Any:
+        return search(self, *rest, synced_gpus=synced_gpus, **model_kwargs)
+
+    session = find_session(self)
+    if session is None:
+        return original()
+    call = Call(*rest, synced_gpus, None, model_kwargs)
+    with session.lock, on_model_device(session):
+        reasons = fallback_reasons(self, session, call, "_beam_search")
+        if reasons:
+            return fall_back(session, reasons, original)
+        why = ("beams are compared between the steps",)
+        session.last_call = CallReport(session.decide_tier(), "stepped", why)
+        return _run(self, session, call)
+
+
+def _run(model: Any, session: Session, call: Call) -> Any:
+    assert session.core is not None and session.step is not None
+    config, kwargs = call.generation_config, dict(call.model_kwargs)
+    prompts, columns = pack(session.step.device, call.input_ids, kwargs, config)
+    limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
+    # Beams change their blocks at every step, so none are handed out ahead.
+    with BatchRun(session.core, prompts, limits, lag=0, steps_ahead=1) as run:
+        stand_in, cache = RunAsModel(model, run), seams.call_cache(kwargs)
+        if (name := seams.cache_name(kwargs)) is not None:
+            kwargs[name] = BeamBlocks(run)
+        output = seams.DECODING_SEAMS["_beam_search"].original(
+            stand_in,
+            call.input_ids,
+            call.logits_processor,
+            call.stopping_criteria,
+            config,
+            synced_gpus=False,
+            **kwargs,
+        )
+        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
+        if cache is not None and kept:
+            fill_cache(cache, run, columns, stand_in.num_steps, session.step.dtype)
+        if config.return_dict_in_generate:
+            seams.replace_output_cache(output, cache)
+    return output
+
+
+__all__ = ["beam_search"]
