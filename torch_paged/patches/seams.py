@@ -308,16 +308,15 @@ def register_masks(name: str, function: Callable[..., Any]) -> None:
         AttentionMaskInterface.register(name, function)
 
 
-# id of a config -> attention that its model uses in this context (thread or task).
-_ATTENTION_HERE: ContextVar[dict[int, str]] = ContextVar("torch_paged_attention_here")
+# Attention that models use in this context (thread or task), where it is not their config's.
+_ATTENTION_HERE: ContextVar[str | None] = ContextVar("torch_paged_attention", default=None)
 _OWN_ATTENTION: Any = PreTrainedConfig.__dict__["_attn_implementation"]
 _attention_lock = threading.Lock()
 _attention_users = 0
 
 
 def _read_attention(config: PreTrainedConfig) -> Any:
-    here = _ATTENTION_HERE.get({})
-    return here[id(config)] if id(config) in here else _OWN_ATTENTION.fget(config)
+    return _ATTENTION_HERE.get() or _OWN_ATTENTION.fget(config)
 
 
 def _count_attention_readers(change: int) -> None:
@@ -329,19 +328,35 @@ def _count_attention_readers(change: int) -> None:
         PreTrainedConfig._attn_implementation = reads or _OWN_ATTENTION
 
 
+def _brings_attention(cls: type) -> bool:
+    owners = [c for c in cls.__mro__ if "_attn_implementation" in vars(c)]
+    return owners[0] is not PreTrainedConfig
+
+
 @contextlib.contextmanager
 def switch_attention(model: Any, name: str) -> Iterator[None]:
-    """Have every config of `model` name `name` as its attention, in this thread or task only.
+    """Have every config name `name` as its attention, in this thread or task only.
 
-    Configs are shared between models and threads, so the value that they hold is not touched:
-    within the block the property reads a context variable first.
+    Configs are shared between models and threads, and some forwards copy theirs, so the value
+    that they hold is not touched: within the block the property reads a context variable first.
+    Nothing but the forward of `model` belongs into the block. A config class that brings the
+    property itself (hrm_text) does not read the variable, so there the value is written.
     """
-    configs = {id(m.config): name for m in model.modules() if hasattr(m, "config")}
-    token = _ATTENTION_HERE.set(_ATTENTION_HERE.get({}) | configs)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    written = [
+        (config, config._attn_implementation)
+        for config in configs.values()
+        if _brings_attention(type(config))
+    ]
+    token = _ATTENTION_HERE.set(name)
     _count_attention_readers(1)
     try:
+        for config, _ in written:
+            config._attn_implementation_internal = name
         yield
     finally:
+        for config, own in written:
+            config._attn_implementation_internal = own
         _count_attention_readers(-1)
         _ATTENTION_HERE.reset(token)
 
