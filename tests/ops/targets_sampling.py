@@ -43,7 +43,7 @@ TARGETS = [
     *(
         Target(
             "advance:_advance_kernel",
-            label=f"rows{block}",
+            label=f"rows{block}-eos{eos}",
             types={
                 "tokens_ptr": "*i64",
                 "slots_ptr": "*i32",
@@ -58,11 +58,11 @@ TARGETS = [
                 "output_ptr": "*i64",
                 "num_unfinished_ptr": "*i32",
             },
-            constants={"NUM_EOS": 8, "BLOCK": block},
-            num_warps=max(1, block // 128),
+            constants={"EOS_BLOCK": eos, "BLOCK": block},
+            num_warps=max(1, block // 128, block * eos // 512),
             hot=True,
         )
-        for block in (32, 1024)
+        for block, eos in ((32, 8), (32, 64), (1024, 2))
     ),
     *(
         Target(

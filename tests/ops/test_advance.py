@@ -100,6 +100,7 @@ CASES = [
     (32, 32, 8, 7),
     (33, 30, 1, 64),
     (6, 6, 0, 3),
+    (33, 40, 100, 3),
     (0, 3, 2, 4),
 ]
 
@@ -114,6 +115,20 @@ def test_state_follows_the_contract(case, advance_rows):
         expected = _advance_in_python(tokens, slots, state)
         advance_rows(tokens.to(DEVICE), slots.to(DEVICE), *state.arguments())
         _assert_equal(state, expected)
+
+
+@pytest.mark.parametrize("num_eos", [64, 65, 2000])
+def test_any_of_many_end_tokens_ends_a_row(num_eos):
+    state = _random_state(3, num_eos, 4, 0)
+    state.finished.fill_(False)
+    state.num_generated.zero_()
+    state.max_new_tokens.fill_(9)
+    state.eos_ids.copy_(torch.arange(100, 100 + num_eos).repeat(3, 1))
+    state = state.to(DEVICE)
+    slots = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    tokens = torch.tensor([100, 99 + num_eos, 100 + num_eos], device=DEVICE)
+    _launch_advance(tokens, slots, *state.arguments())
+    assert state.finished.tolist() == [True, True, False]
 
 
 def test_more_rows_than_one_block_are_all_counted():

@@ -40,6 +40,16 @@ def test_end_tokens_are_suppressed_until_the_minimum_is_reached(apply, dtype):
 
 
 @pytest.mark.parametrize("apply", APPLY)
+def test_thousands_of_end_tokens_are_suppressed(apply):
+    logits, *state, _ = _inputs(vocab_size=3000)
+    eos_ids = torch.arange(500, 2600, device=DEVICE).repeat(4, 1)
+    expected = logits.clone()
+    expected[2:4, 500:2600] = -INF
+    apply(logits, *state, eos_ids)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("apply", APPLY)
 def test_slots_without_end_tokens_change_nothing(apply):
     logits, slots, num_generated, min_new_tokens, eos_ids = _inputs()
     expected = logits.clone()

@@ -60,6 +60,10 @@ def advance_reference(
     num_unfinished.fill_((~now_finished).sum())
 
 
+# Rows times end ids compared at a time: a request may name thousands of end ids.
+_EOS_TILE = 2048
+
+
 @triton.jit
 def _advance_kernel(
     tokens_ptr,
@@ -76,9 +80,10 @@ def _advance_kernel(
     num_unfinished_ptr,
     num_rows,
     ring_size,
+    num_eos,
     stride_eos,
     stride_output,
-    NUM_EOS: tl.constexpr,
+    EOS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -102,9 +107,14 @@ def _advance_kernel(
 
         token = tl.where(was_finished & (pad >= 0), pad, token)
         now_finished = was_finished | (generated + 1 >= limit)
-        for i in tl.static_range(NUM_EOS):
-            eos = tl.load(eos_ids_ptr + slot * stride_eos + i, mask=live, other=-1)
-            now_finished = now_finished | ((token == eos) & (eos >= 0))
+        is_end = tl.zeros([BLOCK], dtype=tl.int32)
+        for first in range(0, num_eos, EOS_BLOCK):
+            i = first + tl.arange(0, EOS_BLOCK)[None, :]
+            eos_ptrs = eos_ids_ptr + slot[:, None] * stride_eos + i
+            eos = tl.load(eos_ptrs, mask=live[:, None] & (i < num_eos), other=-1)
+            equal = (token[:, None] == eos) & (eos >= 0)
+            is_end |= tl.max(equal.to(tl.int32), axis=1)
+        now_finished = now_finished | (is_end != 0)
 
         ring_row = (generated % ring_size).to(tl.int64)
         tl.store(output_ptr + ring_row * stride_output + slot, token, mask=live)
@@ -132,7 +142,9 @@ def _launch_advance(
     num_unfinished: torch.Tensor,
 ) -> None:
     num_rows = tokens.shape[0]
+    num_eos = eos_ids.shape[1]
     block = min(1024, max(32, triton.next_power_of_2(num_rows)))
+    eos_block = min(triton.next_power_of_2(max(num_eos, 1)), max(_EOS_TILE // block, 1))
     pdl = use_pdl(tokens)
     launch = {"launch_pdl": True} if pdl else {}
     _advance_kernel[(1,)](
@@ -150,12 +162,13 @@ def _launch_advance(
         num_unfinished,
         num_rows,
         output.shape[0],
+        num_eos,
         eos_ids.stride(0),
         output.stride(0),
-        NUM_EOS=eos_ids.shape[1],
+        EOS_BLOCK=eos_block,
         BLOCK=block,
         PDL=pdl,
-        num_warps=max(1, block // 128),
+        num_warps=max(1, block // 128, block * eos_block // 512),
         **launch,
     )
 

@@ -61,11 +61,12 @@ def _min_tokens_kernel(
         generated = tl.load(num_generated_ptr + slot)
         minimum = tl.load(min_new_tokens_ptr + slot)
         if generated < minimum:
-            i = tl.arange(0, BLOCK)
-            eos = tl.load(eos_ids_ptr + slot * stride_eos + i, mask=i < num_eos, other=-1)
             suppressed = tl.full([BLOCK], float("-inf"), logits_ptr.dtype.element_ty)
-            in_row = (eos >= 0) & (eos < vocab_size)
-            tl.store(logits_ptr + row * stride_b + eos, suppressed, mask=in_row)
+            for first in range(0, num_eos, BLOCK):
+                i = first + tl.arange(0, BLOCK)
+                eos = tl.load(eos_ids_ptr + slot * stride_eos + i, mask=i < num_eos, other=-1)
+                in_row = (eos >= 0) & (eos < vocab_size)
+                tl.store(logits_ptr + row * stride_b + eos, suppressed, mask=in_row)
 
 
 def _launch_apply_min_tokens(
@@ -91,7 +92,7 @@ def _launch_apply_min_tokens(
         num_eos,
         logits.stride(0),
         eos_ids.stride(0),
-        BLOCK=triton.next_power_of_2(num_eos),
+        BLOCK=min(triton.next_power_of_2(num_eos), 1024),
         PDL=pdl,
         num_warps=1,
         **launch,
