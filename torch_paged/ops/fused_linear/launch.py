@@ -96,7 +96,7 @@ def _launch_fused_linear(
         *(w.stride(0) // vec for w in streams),
         0 if residual is None else residual.stride(0),
         eps,
-        norm_offset,
+        0.0 if norm_weight is None else norm_offset,
     )
     pdl = use_pdl(x)
     constants = {

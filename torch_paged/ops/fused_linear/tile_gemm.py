@@ -59,6 +59,12 @@ def _accumulate(
         x = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
     if HAS_GAIN:
         x = (x.to(tl.float32) * (gain.to(tl.float32) + norm_offset)).to(x.dtype)
+    elif NORM and not PRESCALE:
+        # norm_offset is 0 without a gain, which the compiler cannot know. Were the very tile of
+        # the squares an operand of the product too, Triton (3.6) would count the first use alone
+        # and give the tile one buffer too few: the next copy would overwrite what the tensor
+        # cores still read.
+        x = (x.to(tl.float32) + norm_offset).to(x.dtype)
     if UPCAST:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
