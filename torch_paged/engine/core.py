@@ -243,6 +243,8 @@ class EngineCore:
         self._runner = None
         self._bound = _UNBOUND
         self.step.unbind()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def ensure_columns(self, num_tokens: int) -> None:
         """Make the block table wide enough for rows of `num_tokens`; widening recaptures."""

@@ -35,7 +35,8 @@ class _Lane:
 
     torch keeps one workspace per stream and frees them all when anyone asks it to
     (``torch.compile`` does). Graphs have the address of theirs built in, so it is allocated in a
-    pool that stays reserved. Lanes are never destroyed, but pass from one `GraphPool` to the next.
+    pool that stays reserved while there are graphs. Lanes are never destroyed, but pass from one
+    `GraphPool` to the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,12 +59,35 @@ class _Lane:
             torch._C._cuda_endAllocateToPool(index, handle)
             if self._handle is not None:
                 torch._C._cuda_releasePool(index, handle)
-            # The first use is never released, which keeps the pool reserved.
+            # The first use is not released, which keeps the pool reserved.
             self._handle = handle
+
+    def forget_cublas(self) -> None:
+        """Let the pool of the workspaces go, which must have been freed."""
+        if self._handle is not None:
+            torch._C._cuda_releasePool(self.stream.device.index, self._handle)
+            self._handle = None
 
 
 # Lanes whose GraphPool is gone, by device index.
 _IDLE_LANES: defaultdict[int, list[_Lane]] = defaultdict(list)
+
+
+_POOLS: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+
+
+def _give_back_workspaces() -> None:
+    """Free the cuBLAS workspaces, some 32 MiB each, once the last graph of the process is gone."""
+    with _CAPTURE_LOCK:
+        pools = list(_POOLS)
+        if any(pool.num_graphs for pool in pools):
+            return
+        lanes = [pool._lane for pool in pools if pool._lane is not None]
+        lanes += [lane for idle in _IDLE_LANES.values() for lane in idle]
+        if lanes:
+            torch._C._cuda_clearCublasWorkspaces()
+        for lane in lanes:
+            lane.forget_cublas()
 
 
 class GraphPool:
@@ -85,6 +109,7 @@ class GraphPool:
         self._lane: _Lane | None = None
         # torch refuses a pool that lost its last graph, so the live graphs are counted here.
         self._live: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        _POOLS.add(self)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -218,6 +243,7 @@ class GraphPool:
 
     def trim(self) -> None:
         """Return what torch keeps cached, the memory of dropped graphs included, to the device."""
+        _give_back_workspaces()
         torch.cuda.empty_cache()
 
 
