@@ -85,6 +85,7 @@ def _decode(
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
+            "EARLY": name == "few",
             "PREFETCH": prefetch,
             "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),
             "V_LINES": 1 << (max(v * element_size // 128, 1).bit_length() - 1),

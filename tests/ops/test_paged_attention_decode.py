@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.ops import paged_attention as ops
-from torch_paged.ops.paged_attention.config import DecodeConfig
+from torch_paged.ops.paged_attention.config import DecodeConfig, decode_config
 from torch_paged.ops.paged_attention.decode_launch import (
     _launch_fused_decode_attention,
     _launch_paged_decode_attention,
@@ -60,7 +60,7 @@ def _check_decode(
     scale: float = 0.25,
     **features: object,
 ) -> None:
-    """Run kernel and reference on one pool and hold both to the budget, row by row."""
+    """Hold kernel, with and without an early tile, and reference to the budget, row by row."""
     pool = make_pool(
         lengths,
         num_kv_heads=num_kv_heads,
@@ -74,12 +74,14 @@ def _check_decode(
     query = torch.randn(len(lengths), num_heads, head_dim, dtype=dtype, device=DEVICE)
     counters = _counters(len(lengths), num_kv_heads)
     indices = (pool.block_table, pool.slots, pool.context_lens, counters, scale)
+    config = config or decode_config(query.device, len(lengths) * num_kv_heads)
+    configs = [config, dataclasses.replace(config, early_tile=not config.early_tile)]
     outputs = []
-    for run in ("kernel", "reference"):
+    for run, config in (*(("kernel", c) for c in configs[: 1 + fused]), ("reference", None)):
         k_cache, v_cache = pool.k_cache.clone(), pool.v_cache.clone()
+        extra = {"config": config} if run == "kernel" else {}
         if fused:
             new = _new_tokens(pool, num_kv_heads)
-            extra = {"config": config} if run == "kernel" else {}
             function = (
                 _launch_fused_decode_attention
                 if run == "kernel"
@@ -95,7 +97,6 @@ def _check_decode(
                 if run == "kernel"
                 else ops.paged_decode_attention_reference
             )
-            extra = {"config": config} if run == "kernel" else {}
             arguments = (query, k_cache, v_cache, *indices)
             output = _on_device(function, run, arguments, features, extra)
         outputs.append(output)

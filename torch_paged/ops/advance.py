@@ -19,7 +19,6 @@ import torch
 
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import (
-    gdc_launch_dependents,
     gdc_wait,
     tl,
     triton,
@@ -89,7 +88,7 @@ def _advance_kernel(
 ):
     """One program for all rows: their count of unfinished rows needs no atomics then."""
     if PDL:
-        gdc_launch_dependents()
+        # Successors start when this kernel is done: they read the state before they wait.
         gdc_wait()
     num_live = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, num_rows, BLOCK):

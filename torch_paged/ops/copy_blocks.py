@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import (
-    gdc_launch_dependents,
     gdc_wait,
     tl,
     triton,
@@ -44,7 +43,7 @@ def _copy_blocks_kernel(
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < block_numel
     if PDL:
-        gdc_launch_dependents()
+        # Successors start when this kernel is done: attention reads blocks before it waits.
         gdc_wait()
     src = tl.load(src_ptr + pair).to(tl.int64)
     dst = tl.load(dst_ptr + pair).to(tl.int64)

@@ -21,18 +21,21 @@ class DecodeConfig:
     max_splits: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    early_tile: bool = False  # load the first tile, to registers, while the predecessor runs
     prefetch_tokens: int = 0  # asked for in L2 by each program while its predecessor runs
 
 
 # With fewer programs than SMs, one program an SM hides latency by itself: deep loads, and the
 # first tokens asked for while the predecessor runs. With more, programs hide each other's.
-_FEW_PROGRAMS = DecodeConfig(tile_bytes=32768, programs_per_sm=1, num_warps=8, prefetch_tokens=256)
+_FEW_PROGRAMS = DecodeConfig(
+    tile_bytes=32768, programs_per_sm=1, num_warps=8, early_tile=True, prefetch_tokens=256
+)
 _MANY_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2)
 _SMALL_SHARED_MEMORY = DecodeConfig(num_stages=2)
 _NO_ASYNC_COPIES = DecodeConfig(tile_bytes=4096, num_stages=1)
 # Small, so that small tests under the interpreter reach several splits.
 _INTERPRETED = DecodeConfig(
-    tile_bytes=2048, single_tokens=64, min_split_tokens=32, programs_per_sm=1
+    tile_bytes=2048, single_tokens=64, min_split_tokens=32, programs_per_sm=1, early_tile=True
 )
 _INTERPRETED_SMS = 16
 

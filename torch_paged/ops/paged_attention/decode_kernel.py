@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_paged.ops.paged_attention.stages import (
     LOG2E,
     NO_SCORE,
+    attend,
     capped_scores,
     load_gain,
     load_head,
@@ -17,6 +18,46 @@ from torch_paged.ops.paged_attention.stages import (
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
+@triton.jit
+def _block_index(j, first, last_block, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the table entries of tokens j; before the first visible and past the last, theirs."""
+    index = tl.minimum(j // BLOCK_SIZE, last_block)
+    if HAS_WINDOW:
+        index = tl.maximum(index, first // BLOCK_SIZE)
+    return index
+
+
+@triton.jit
+def _is_visible(j, first, high, HAS_WINDOW: tl.constexpr):
+    if HAS_WINDOW:
+        return (j < high) & (j >= first)
+    return j < high
+
+
+@triton.jit
+def _load_tile(
+    k_ptrs,
+    v_ptrs,
+    k_mask,
+    v_mask,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV]; k_mask None: every row."""
+    if D != BLOCK_D:
+        in_head = (tl.arange(0, BLOCK_D) < D)[None, :]
+        k_mask = in_head if k_mask is None else k_mask & in_head
+    if DV != BLOCK_DV:
+        v_mask = v_mask & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+    if k_mask is None:
+        k = tl.load(k_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=k_mask, other=0.0)
+    return k, tl.load(v_ptrs, mask=v_mask, other=0.0)
+
+
 # One kernel for every batch size: the split count must not be specialised on.
 @triton.jit(
     do_not_specialize=[
@@ -25,8 +66,6 @@ from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, t
         "single_tokens",
         "min_split_tokens",
         "max_tokens",
-        "num_blocks",
-        "num_slots",
     ]
 )
 def decode_attention_kernel(
@@ -57,8 +96,6 @@ def decode_attention_kernel(
     single_tokens,
     min_split_tokens,
     max_tokens,
-    num_blocks,
-    num_slots,
     stride_qt,
     stride_kt,
     stride_vt,
@@ -97,6 +134,7 @@ def decode_attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
@@ -123,6 +161,59 @@ def decode_attention_kernel(
     v_head_ptr = v_cache_ptr + head.to(tl.int64) * stride_vch
     if PDL:
         gdc_launch_dependents()
+    # What tells which keys and values to read, and these themselves, is complete long before the
+    # previous kernel ends: kernels that write slots, lengths, tables or other rows' blocks let no
+    # successor start early. Only the new token's heads come from the kernel just before this one.
+    slot = tl.load(slots_ptr + row)
+    live = slot >= 0
+    slot = tl.maximum(slot, 0).to(tl.int64)
+    table_ptr = block_table_ptr + slot * stride_table
+    position = tl.load(context_lens_ptr + slot, mask=live, other=0, cache_modifier=".cg")
+    stop = position
+    if not FUSED:
+        stop = position + 1
+    num_active, first, low, high = range_of_split(
+        position,
+        stop,
+        split,
+        window,
+        num_splits,
+        single_tokens,
+        min_split_tokens,
+        BLOCK_N,
+        SPLIT,
+        HAS_WINDOW,
+    )
+    num_active = tl.where(live, num_active, 0)
+    # Every row of a tile reads a block of this row's context; past the end, its last one.
+    last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
+    needed = n < tl.where(split < num_active, BLOCK_N, 0)
+    block = tl.load(
+        table_ptr + _block_index(low + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
+        mask=needed,
+        other=0,
+        cache_modifier=".cg",
+    )
+    k_ptrs = k_head_ptr + ((n % BLOCK_SIZE) * stride_kcs)[:, None] + d[None, :]
+    v_ptrs = v_head_ptr + ((n % BLOCK_SIZE) * stride_vcs)[:, None] + dv[None, :]
+    if EARLY:
+        valid = needed & _is_visible(low + n, first, high, HAS_WINDOW)
+        k, v = _load_tile(
+            k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None],
+            v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None],
+            valid[:, None],
+            valid[:, None],
+            D,
+            DV,
+            BLOCK_D,
+            BLOCK_DV,
+        )
+        block = tl.load(
+            table_ptr + _block_index(low + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
+            mask=needed,
+            other=0,
+            cache_modifier=".cg",
+        )
     q_gain, q_partner_gain = 0.0, 0.0
     k_gain, k_partner_gain = 0.0, 0.0
     if HAS_Q_NORM:
@@ -130,33 +221,14 @@ def decode_attention_kernel(
     if HAS_K_NORM:
         k_gain, k_partner_gain = load_gain(k_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
     if PREFETCH:
-        # Read before the wait, so possibly stale or not yet anything: bounded at every step, good
-        # for hints alone, and read again below.
-        hint = tl.load(slots_ptr + row, cache_modifier=".cg")
-        reach = tl.where(hint >= 0, max_tokens, 0)
-        hint = tl.minimum(tl.maximum(hint, 0), num_slots - 1).to(tl.int64)
-        hint_stop = tl.load(context_lens_ptr + hint, cache_modifier=".cg")
-        hint_stop = tl.minimum(tl.maximum(hint_stop, 0), reach)
-        _, hint_first, hint_low, hint_high = range_of_split(
-            hint_stop,
-            hint_stop,
-            split,
-            window,
-            num_splits,
-            single_tokens,
-            min_split_tokens,
-            BLOCK_N,
-            SPLIT,
-            HAS_WINDOW,
-        )
+        hint_low = tl.where(split < num_active, low, high) + (BLOCK_N if EARLY else 0)
         prefetch_range(
             k_head_ptr,
             v_head_ptr,
-            block_table_ptr + hint * stride_table,
+            table_ptr,
             hint_low,
-            tl.minimum(hint_high, hint_low + PREFETCH),
-            hint_first,
-            num_blocks,
+            tl.minimum(high, low + PREFETCH),
+            first,
             stride_kcb,
             stride_vcb,
             stride_kcs,
@@ -169,8 +241,6 @@ def decode_attention_kernel(
     if PDL:
         gdc_wait()
 
-    # Loads that need no other load first; the work on them fills the wait for the lengths.
-    slot = tl.load(slots_ptr + row)
     r = tl.arange(0, ROWS)
     r_mask = (r < GROUP)[:, None]
     q_rows = q_ptr + row * stride_qt + ((head * GROUP + r) * stride_qh)[:, None]
@@ -199,14 +269,6 @@ def decode_attention_kernel(
         v_new_ptrs = v_ptr + row * stride_vt + head * stride_vh + dv
         v_new = tl.load(v_new_ptrs, mask=dv < DV, other=0.0)
 
-    live = slot >= 0
-    slot = tl.maximum(slot, 0).to(tl.int64)
-    table_ptr = block_table_ptr + slot * stride_table
-    position = tl.load(context_lens_ptr + slot, mask=live, other=0)
-    if not HAS_WINDOW:
-        # The first tile's blocks, before it is known whether this program has that tile.
-        reach = tl.where(live, max_tokens, 0)
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=n < reach, other=0)
     q = norm_and_rotate(
         q, q_partner, cos, sin, q_gain, q_partner_gain, eps, D, HALF, HAS_Q_NORM, CAST_BEFORE_GAIN
     )
@@ -226,25 +288,9 @@ def decode_attention_kernel(
         )
         raw_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
         raw_new = tl.reshape(repeat_rows(raw_new[:, None], ROWS, BLOCK_M, 1), [BLOCK_M])
-        stop = position
-    else:
-        stop = position + 1
     # From here on rows past the group repeat its heads; they are never stored.
     q = repeat_rows(q, ROWS, BLOCK_M, BLOCK_D)
 
-    num_active, first, low, high = range_of_split(
-        position,
-        stop,
-        split,
-        window,
-        num_splits,
-        single_tokens,
-        min_split_tokens,
-        BLOCK_N,
-        SPLIT,
-        HAS_WINDOW,
-    )
-    num_active = tl.where(live, num_active, 0)
     g = tl.arange(0, BLOCK_M)
     in_group = g < GROUP
     q_head = head * GROUP + g
@@ -254,19 +300,6 @@ def decode_attention_kernel(
         tl.store(out_ptrs, tl.zeros([BLOCK_M, BLOCK_DV], out_ptr.dtype.element_ty), out_mask)
 
     if split < num_active:
-        # Every row of a tile reads a block of this row's context; past the end, its last one.
-        last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
-        if HAS_WINDOW:
-            index = low // BLOCK_SIZE + n // BLOCK_SIZE
-            index = tl.minimum(tl.maximum(index, first // BLOCK_SIZE), last_block)
-            block = tl.load(table_ptr + index)
-        else:
-            # Of the early read, entries past the context mean nothing; block 0 always exists.
-            block = tl.where(n < high, block, 0)
-            if SPLIT:
-                if low > 0:
-                    index = tl.minimum(low // BLOCK_SIZE + n // BLOCK_SIZE, last_block)
-                    block = tl.load(table_ptr + index)
         peak = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -283,55 +316,66 @@ def decode_attention_kernel(
                 tl.store(new_k_ptrs, k_new, mask=(d[None, :] < D) & (r[:, None] == 0))
                 new_v_ptrs = v_head_ptr + mine * stride_vcb + inside * stride_vcs + dv
                 tl.store(new_v_ptrs, v_new, mask=dv < DV)
+        slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(slopes_ptr + q_head, mask=in_group, other=0.0).to(tl.float32) * LOG2E
-
-        k_ptrs = k_head_ptr + ((n % BLOCK_SIZE) * stride_kcs)[:, None] + d[None, :]
-        v_ptrs = v_head_ptr + ((n % BLOCK_SIZE) * stride_vcs)[:, None] + dv[None, :]
         # Summed over the tile once, at the end.
         weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if EARLY:
+            peak, total, weights, acc = attend(
+                q,
+                k,
+                v,
+                _is_visible(low + n, first, high, HAS_WINDOW),
+                low + n - position,
+                slope,
+                scale,
+                softcap,
+                peak,
+                total,
+                weights,
+                acc,
+                HAS_SOFTCAP,
+                HAS_ALIBI,
+                PRECISION,
+            )
+            low += BLOCK_N
         for start in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
-            j = start + n
-            valid = j < high
-            if HAS_WINDOW:
-                valid = valid & (j >= first)
-            k_tile = k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None]
-            v_tile = v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None]
-            if D == BLOCK_D:
-                k = tl.load(k_tile)
-            else:
-                k = tl.load(k_tile, mask=d[None, :] < D, other=0.0)
-            # Slots nobody wrote may hold NaN. Their scores are replaced below; their values have
-            # to be masked here, since a weight of zero does not silence NaN.
-            v_mask = valid[:, None]
-            if DV != BLOCK_DV:
-                v_mask = v_mask & (dv[None, :] < DV)
-            v = tl.load(v_tile, mask=v_mask, other=0.0)
+            valid = _is_visible(start + n, first, high, HAS_WINDOW)
+            # Slots nobody wrote may hold NaN. Their scores are replaced; their values have to be
+            # masked here, since a weight of zero does not silence NaN.
+            k, v = _load_tile(
+                k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None],
+                v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None],
+                None,
+                valid[:, None],
+                D,
+                DV,
+                BLOCK_D,
+                BLOCK_DV,
+            )
             # One tile ahead, so that the next tile's loads need not wait for their addresses.
-            index = (start + BLOCK_N) // BLOCK_SIZE + n // BLOCK_SIZE
-            if HAS_WINDOW:
-                index = tl.maximum(index, first // BLOCK_SIZE)
-            block = tl.load(table_ptr + tl.minimum(index, last_block))
-
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if HAS_SOFTCAP or HAS_ALIBI:
-                s = capped_scores(s, scale, softcap, HAS_SOFTCAP)
-                if HAS_ALIBI:
-                    s += slope[:, None] * (j - position)[None, :].to(tl.float32)
-            s = tl.where(valid[None, :], s, float("-inf"))
-            if HAS_SOFTCAP or HAS_ALIBI:
-                new_peak = tl.maximum(peak, tl.max(s, axis=1))
-                p = tl.exp2(s - new_peak[:, None])
-            else:
-                # Scaling after the maximum leaves one multiply-add a score.
-                new_peak = tl.maximum(peak, tl.max(s, axis=1) * (scale * LOG2E))
-                p = tl.exp2(s * (scale * LOG2E) - new_peak[:, None])
-            alpha = tl.exp2(peak - new_peak)
-            total = total * alpha
-            weights = weights * alpha[:, None] + p
-            acc = acc * alpha[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-            peak = new_peak
+            block = tl.load(
+                table_ptr
+                + _block_index(start + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW)
+            )
+            peak, total, weights, acc = attend(
+                q,
+                k,
+                v,
+                valid,
+                start + n - position,
+                slope,
+                scale,
+                softcap,
+                peak,
+                total,
+                weights,
+                acc,
+                HAS_SOFTCAP,
+                HAS_ALIBI,
+                PRECISION,
+            )
         total += tl.sum(weights, axis=1)
 
         if num_active == 1:

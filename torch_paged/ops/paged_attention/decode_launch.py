@@ -102,8 +102,6 @@ def _launch_fused_decode_attention(
         config.single_tokens,
         max(config.min_split_tokens, tile),
         max_tokens,
-        k_cache.shape[0],
-        context_lens.shape[0],
         query.stride(0),
         key.stride(0),
         value.stride(0),
@@ -142,6 +140,8 @@ def _launch_fused_decode_attention(
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
         PRECISION=dot_precision(),
+        # Exact float32 products leave no registers for a tile.
+        EARLY=fused and config.early_tile and (query.element_size() == 2 or not query.is_cuda),
         PREFETCH=config.prefetch_tokens if pdl else 0,
         K_LINES=_cache_lines(head_dim * query.element_size()),
         V_LINES=_cache_lines(v_dim * query.element_size()),

@@ -147,6 +147,46 @@ def range_of_split(
 
 
 @triton.jit
+def attend(
+    q,
+    k,
+    v,
+    valid,
+    distance,
+    slope,
+    scale,
+    softcap,
+    peak,
+    total,
+    weights,
+    acc,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take a tile of keys and values into the online softmax; `distance` is key less query."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP or HAS_ALIBI:
+        s = capped_scores(s, scale, softcap, HAS_SOFTCAP)
+        if HAS_ALIBI:
+            s += slope[:, None] * distance[None, :].to(tl.float32)
+    s = tl.where(valid[None, :], s, float("-inf"))
+    if HAS_SOFTCAP or HAS_ALIBI:
+        new_peak = tl.maximum(peak, tl.max(s, axis=1))
+        p = tl.exp2(s - new_peak[:, None])
+    else:
+        # Scaling after the maximum leaves one multiply-add a score.
+        new_peak = tl.maximum(peak, tl.max(s, axis=1) * (scale * LOG2E))
+        p = tl.exp2(s * (scale * LOG2E) - new_peak[:, None])
+    alpha = tl.exp2(peak - new_peak)
+    total = total * alpha
+    weights = weights * alpha[:, None] + p
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_peak, total, weights, acc
+
+
+@triton.jit
 def repeat_rows(x, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, COLS: tl.constexpr):
     """Repeat x [ROWS, COLS] down to BLOCK_M rows: the products' M dimension is at least 16."""
     if ROWS == BLOCK_M:
@@ -190,7 +230,6 @@ def prefetch_range(
     low,
     high,
     first,
-    num_blocks,
     stride_kcb: tl.constexpr,
     stride_vcb: tl.constexpr,
     stride_kcs: tl.constexpr,
@@ -200,14 +239,13 @@ def prefetch_range(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Ask for the keys and values of tokens low .. high - 1 in L2; any table content is safe."""
+    """Ask for the keys and values of tokens low .. high - 1 in L2."""
     n = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         needed = (start + n < high) & (start + n >= first)
         block = tl.load(
-            table_ptr + (start + n) // BLOCK_SIZE, mask=needed, other=-1, cache_modifier=".cg"
+            table_ptr + (start + n) // BLOCK_SIZE, mask=needed, other=0, cache_modifier=".cg"
         )
-        needed = needed & (block >= 0) & (block < num_blocks)
         _prefetch_tile(k_ptr, block, stride_kcb, needed, stride_kcs, K_LINES, BLOCK_SIZE, BLOCK_N)
         _prefetch_tile(v_ptr, block, stride_vcb, needed, stride_vcs, V_LINES, BLOCK_SIZE, BLOCK_N)
 
@@ -274,6 +312,7 @@ def merge_splits(
 __all__ = [
     "LOG2E",
     "NO_SCORE",
+    "attend",
     "capped_scores",
     "load_gain",
     "load_head",
