@@ -21,7 +21,7 @@ MODULES = {
 # These may import every layer.
 FRONT_DOORS = {"torch_paged", "torch_paged.__main__"}
 # Leaf modules at the top of the package, which every layer may use.
-LEAVES = {"_version", "config", "errors", "log", "report"}
+LEAVES = {"_version", "config", "driver", "errors", "log", "report"}
 # Layer -> the other layers that it may import.
 ALLOWED = {
     "ops": set(),

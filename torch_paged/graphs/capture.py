@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from torch_paged.driver import new_stream
 from torch_paged.errors import TorchPagedError
 
 Outputs = TypeVar("Outputs")
@@ -40,9 +41,8 @@ class _Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # The streams that torch hands out come round again; those of high priority are rarely
-        # used for matrix products, which would write the same workspace.
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        # One that nobody else gets, who would write the same workspace.
+        self.stream = new_stream(device)
         self._handle: torch.cuda._POOL_HANDLE | None = None
 
     def prepare_cublas(self) -> None:

@@ -22,6 +22,7 @@ from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
+from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
 
 
@@ -135,7 +136,7 @@ def _start_gemv(
     block = config.rows * config.warps // config.k_warps
     step = config.k_warps * config.chunks * 32 * constants["VEC"]
     grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
-    _gemv_kernel[grid](
+    kernel = _gemv_kernel[grid](
         *pointers,
         *numbers,
         **constants,
@@ -151,6 +152,7 @@ def _start_gemv(
         num_stages=1,
         maxnreg=config.registers,
     )
+    prefer_l1(kernel, pointers[0].device)
 
 
 def _start_gemm(
@@ -185,7 +187,7 @@ def _start_gemm(
             num_blocks * splits * slot, dtype=torch.float32, device=counters.device
         )
         counter = counters
-    kernel[(num_blocks, splits)](
+    launched = kernel[(num_blocks, splits)](
         *pointers,
         partials,
         counter,
@@ -202,3 +204,5 @@ def _start_gemm(
         num_warps=config.warps,
         num_stages=1,
     )
+    if isinstance(config, SmallGemmConfig):
+        prefer_l1(launched, pointers[0].device)
