@@ -16,9 +16,8 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.ceiling import read_tbps
 from benchmarks.ops_linear_cases import BF16, MODELS, Layer, Model, candidates, chosen
+from benchmarks.timing import graph_ms
 from torch_paged.ops.fused_linear import fused_linear_reference, table
 from torch_paged.ops.fused_linear.configs import (
     KINDS,
@@ -40,27 +40,9 @@ from torch_paged.ops.fused_linear.configs import (
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 
 COLD_BYTES = 400 << 20
+CUDA = torch.device("cuda", 0)
 KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 TABLE_FILE = Path(table.__file__)
-
-
-def graph_ms(run: Callable[[], Any], replays: int = 12) -> float:
-    """Return the median milliseconds of replaying `run` as a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for index in range(replays + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def call(layer: Layer, x: Tensor, weights: list[Tensor], options: dict[str, Any], config: Config):
@@ -105,7 +87,8 @@ def time_layer(
                 call(layer, x, weights, options, config)
 
         try:
-            results.append((layer.nbytes * len(sets) / graph_ms(run) / 1e9, config))
+            ms = graph_ms(run, 12, CUDA).median
+            results.append((layer.nbytes * len(sets) / ms / 1e9, config))
         except Exception as error:  # e.g. out of registers or shared memory
             print(f"{layer.name} {config}: {str(error)[:100]}", flush=True)
     return sorted(results, reverse=True)
@@ -115,7 +98,8 @@ def time_cublas(layer: Layer, num_tokens: int, sets: list[list[Tensor]]) -> floa
     """Return TB/s of F.linear alone, over all weights of a layer as if they were one."""
     x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
     joined = [torch.cat(weights) if len(weights) > 1 else weights[0] for weights in sets]
-    return layer.nbytes * len(sets) / graph_ms(lambda: [F.linear(x, w) for w in joined]) / 1e9
+    ms = graph_ms(lambda: [F.linear(x, w) for w in joined], 12, CUDA).median
+    return layer.nbytes * len(sets) / ms / 1e9
 
 
 def time_chain(
@@ -143,7 +127,7 @@ def time_chain(
             x = step(down, index, step(gate_up, index, x), x)
         step(model.head, 0, x)
 
-    return graph_ms(run, replays)
+    return graph_ms(run, replays, CUDA).median
 
 
 def tune_chain(
@@ -201,7 +185,7 @@ def compile_all(jobs: list[tuple[Layer, int, Config]]) -> None:
 def write_table(entries: dict[table.Shape, table.Entry]) -> Path:
     """Write table.py with these entries over the checked-in ones of this device."""
     tables = dict(table.TABLE)
-    key = device_key(torch.device("cuda", 0))
+    key = device_key(CUDA)
     tables[key] = tables.get(key, {}) | entries
     head, _, _ = TABLE_FILE.read_text().partition("TABLE:")
     lines = ["TABLE: dict[tuple[int, int], dict[Shape, Entry]] = {"]
