@@ -62,25 +62,28 @@ def used_bytes(device: torch.device) -> int | None:
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory(model: Any, batch: int, new: int, prompt: int) -> dict[str, float | None]:
-    """Return megabytes that decoding takes beside the weights, and what `release` leaves."""
+def memory(model: Any, batch: int, new: int, prompt: int) -> dict[str, float]:
+    """Return megabytes that decoding takes beside the weights, and what `release` leaves.
+
+    Raises:
+        RuntimeError: it is not known here how much memory is in use.
+    """
     torch_paged.release(model)
     before = used_bytes(model.device)
     timed(model, batch, new, prompt, **GREEDY)
     stats, during = torch_paged.stats(model), used_bytes(model.device)
     torch_paged.release(model)
     after = used_bytes(model.device)
-    weights = sum(p.nbytes for p in model.parameters())
-    known = before is not None and during is not None and after is not None
-    taken = during - before if known else None
-    ours = stats.kv_bytes + stats.graph_bytes
+    if before is None or during is None or after is None:
+        raise RuntimeError("how much memory this process uses is known on a GPU and on Linux only")
+    taken, ours = during - before, stats.kv_bytes + stats.graph_bytes
     return {
-        "weights_mb": weights / 1e6,
+        "weights_mb": sum(p.nbytes for p in model.parameters()) / 1e6,
         "kv_mb": stats.kv_bytes / 1e6,
         "graphs_mb": stats.graph_bytes / 1e6,
-        "taken_mb": None if taken is None else taken / 1e6,
-        "other_mb": None if taken is None else (taken - ours) / 1e6,
-        "kept_after_release_mb": (after - before) / 1e6 if known else None,
+        "taken_mb": taken / 1e6,
+        "other_mb": (taken - ours) / 1e6,
+        "kept_after_release_mb": (after - before) / 1e6,
     }
 
 
