@@ -79,6 +79,7 @@ def _hf_batch(bench: Bench, name: str, key: str) -> list[Row]:
             )
         ids = torch.cat([prompts, torch.tensor(tokens, device=bench.device)], dim=1)
     assert ids is not None
+    bench.tidy()  # its cache took most of the memory
     with Oracle(model) as oracle:
         oracle.check_greedy(ids, bench.scale.prompt, key)
     speed, case = count * new / seconds, f"{count} requests of {new} tokens"

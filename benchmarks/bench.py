@@ -151,9 +151,9 @@ class Bench:
         return model
 
     def tidy(self) -> None:
-        """Give back what torch keeps cached, e.g. between two systems."""
-        gc.collect()
+        """Give back what torch keeps cached on a GPU, e.g. between two systems."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def drop_models(self) -> None:

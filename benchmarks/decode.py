@@ -103,7 +103,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if args.json:
-        record = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         record |= {"read_tbps": ceiling, "rows": rows, "command": "python -m benchmarks.decode"}
         os.makedirs(os.path.dirname(args.json) or ".", exist_ok=True)
         with open(args.json, "w") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ class OpCase:
     """
 
     name: str
-    launches: list[Callable[[], Any]]
+    launches: Sequence[Callable[[], Any]]
     check: Callable[[], None]
     nbytes: float = 0.0
     flops: float = 0.0

@@ -18,7 +18,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ PREFILL_TOKENS = [512, 2048, 8192]
 
 
 def graph_us(
-    launches: list[Callable[[], Any]], device: torch.device, repeats: int = 15
+    launches: Sequence[Callable[[], Any]], device: torch.device, repeats: int = 15
 ) -> tuple[float, float]:
     """Return median and spread of microseconds a launch, all launches in one graph."""
     timing = graph_ms(lambda: [launch() for launch in launches], repeats, device)

@@ -115,7 +115,7 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
                     f"[{number(row.low)}, {number(row.high)}]{share}",
                     flush=True,
                 )
-        if not (unit.is_ours and unit.needs_model):
+        if not unit.is_ours:
             bench.tidy()
     record.write()
     return failed
