@@ -35,7 +35,8 @@ def draw(record: Record, folder: Path) -> list[Path]:
             f"plots need matplotlib, which cannot be imported ({error}); "
             "pip install -e '.[bench]', then python -m benchmarks.report --render"
         ) from error
-    rows = record.shown()
+    # Differences of noise may be negative: in the tables, not on a logarithmic axis.
+    rows = [row for row in record.shown() if row.low > 0]
     steps = [row for row in rows if row.section in _STEPS]
     prefills = [row for row in rows if row.section == "prefill"]
     files = []
@@ -84,7 +85,17 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
             _floors(axes, at, found, width)
     axes.set_yscale("log")
     axes.set_xticks(range(len(cases)), cases)
-    axes.legend(fontsize=7)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(_minor_label)
+    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.legend(fontsize=7, loc="upper left")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * 3)  # room for the legend
+
+
+def _minor_label(value: float, at: int) -> str:
+    """Write out 0.2, 0.5, 2, 5 and so on."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _floors(axes: Any, at: Sequence[float], rows: Sequence[Row], width: float) -> None:

@@ -128,17 +128,19 @@ class Record:
         return self._data["failed"]
 
     @property
-    def refused(self) -> dict[str, str]:
-        """Model -> which of its results was wrong."""
+    def refused(self) -> dict[str, dict[str, str]]:
+        """Model -> the measurement ("key") that had a wrong result, and what was wrong ("why").
+
+        It stays until that measurement is right.
+        """
         return self._data["refused"]
 
     def start_run(self, command: str, **settings: object) -> None:
-        """Note that the command runs, and forget what an earlier run could not do."""
+        """Note that the command runs, and forget what an earlier run left out or failed at."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.runs.append({"command": command, "started": now, **settings})
         self.left_out.clear()
         self.failed.clear()
-        self.refused.clear()
         self.write()
 
     def note_run(self, **values: object) -> None:

@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, handler)
         record.note_run(seconds=time.perf_counter() - started)
         _render(record, folder)
-    for model, why in record.refused.items():
-        print(f"WRONG RESULT of {model}, not reported: {why}", file=sys.stderr)
+    for model, refusal in record.refused.items():
+        print(f"WRONG RESULT of {model}, not reported: {refusal['why']}", file=sys.stderr)
     return 1 if record.refused or ours_failed else 0
 
 
@@ -84,7 +84,8 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
     for unit in _units(bench, sections):
         if record.has(unit.key):
             continue
-        if unit.model in record.refused:
+        refusal = record.refused.get(unit.model)
+        if refusal is not None and refusal["key"] != unit.key:
             record.left_out[unit.key] = f"{unit.model} had a wrong result"
             continue
         ready_s = bench.ready_s(unit.model) if unit.needs_model else 0.0
@@ -95,7 +96,7 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
             rows = unit.run()
         except WrongResult as error:
             if unit.is_ours:
-                record.refused[unit.model] = str(error)
+                record.refused[unit.model] = {"key": unit.key, "why": str(error)}
             else:
                 record.failed[unit.key] = f"wrong result: {error}"
             record.write()
@@ -106,6 +107,8 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
             record.write()
             print(f"{unit.key}: {error!r:.300}", flush=True)
         else:
+            if unit.is_ours:
+                record.refused.pop(unit.model, None)
             record.add(rows)
             for row in rows:
                 share = "" if row.of_ceiling is None else f", {row.of_ceiling:.0%} of ceiling"
@@ -156,7 +159,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--limit-seconds",
         type=float,
         default=float("inf"),
-        help="start no measurement that would probably end later than that",
+        help="start no measurement that would probably end later than that after the imports",
     )
     parser.add_argument("--resume", action="store_true", help="make what report.json lacks")
     parser.add_argument("--render", action="store_true", help="write tables and plots anew")

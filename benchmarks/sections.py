@@ -57,7 +57,8 @@ def _decode(bench: Bench, name: str, batch: int) -> list[Row]:
     scale, key = bench.scale, f"decode/{name}/batch {batch}"
     model = bench.checked(name, "decode", bench.batches)
     times = decode.measure(model, batch, scale.new, scale.repeats, scale.prompt, **decode.GREEDY)
-    return [bench.step_row(key, f"batch {batch}", model, batch, times)]
+    path = str(torch_paged.explain(model).last_call)
+    return [bench.step_row(key, f"batch {batch}", model, batch, times, extra={"ran_on": path})]
 
 
 def sampling_section(bench: Bench) -> Iterator[Unit]:

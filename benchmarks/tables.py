@@ -77,7 +77,7 @@ def _head(record: Record) -> str:
 
 
 def _problems(record: Record) -> str:
-    lines = [f"- **{model}: {why}**" for model, why in record.refused.items()]
+    lines = [f"- **{model}: {refusal['why']}**" for model, refusal in record.refused.items()]
     lines += [f"- {key}: {why}" for key, why in record.failed.items()]
     if not lines:
         return ""

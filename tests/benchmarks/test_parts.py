@@ -184,7 +184,7 @@ def test_rate_stands_beside_the_ceiling(record: Record) -> None:
 
 
 def test_refused_model_leaves_tables_and_goals(record: Record) -> None:
-    record.refused["0.6b"] = "row 3 is wrong"
+    record.refused["0.6b"] = {"key": "decode/0.6b/batch 1", "why": "row 3 is wrong"}
     text = tables.markdown(record)
     assert "**0.6b: row 3 is wrong**" in text and "0.480" not in text and "27.5" not in text
     assert "0.800" in text

@@ -89,9 +89,39 @@ def test_markdown_has_versions_ceilings_and_every_row(whole: Path) -> None:
     assert "They are set for one H200; this was measured elsewhere." in text
 
 
+def ended_by(end: Callable[[], None]) -> Callable[..., list[Row]]:
+    def measurement(*arguments: object) -> list[Row]:
+        end()
+        raise AssertionError("it went on")
+
+    return measurement
+
+
+def wrong() -> None:
+    raise WrongResult("logits are off")
+
+
 def lying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let greedy decoding choose the worst token."""
     monkeypatch.setattr(GreedySampler, "__call__", lambda self, logits: logits.argmin(-1))
+
+
+def test_refusal_stays_until_the_measurement_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--sections", "decode", "prefill", "--batches", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sections, "_prefill", ended_by(wrong))
+        assert run(tmp_path, *arguments) == 1
+    refusal = {"key": "prefill/tiny/16 tokens", "why": "logits are off"}
+    assert read(tmp_path)["refused"] == {"tiny": refusal}
+    # Asking for something else does not make it right.
+    assert run(tmp_path, "--sections", "decode", "--batches", "1", "2", "--resume") == 1
+    assert read(tmp_path)["left_out"] == {"decode/tiny/batch 2": "tiny had a wrong result"}
+    assert "ms/token" not in (tmp_path / "report.md").read_text("utf-8")
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert read(tmp_path)["refused"] == {}
+    assert "ms/token" in (tmp_path / "report.md").read_text("utf-8")
 
 
 def test_wrong_token_is_refused_and_named(
@@ -99,7 +129,7 @@ def test_wrong_token_is_refused_and_named(
 ) -> None:
     lying(monkeypatch)
     assert run(tmp_path, "--sections", "decode", "startup", "--batches", "1", "2") == 1
-    message = read(tmp_path)["refused"]["tiny"]
+    message = read(tmp_path)["refused"]["tiny"]["why"]
     assert "tiny decode 1: row 0, new token 0: greedy token misses the best logit by" in message
     assert f"WRONG RESULT of tiny, not reported: {message}" in capsys.readouterr().err
     text = (tmp_path / "report.md").read_text("utf-8")
@@ -112,13 +142,10 @@ def test_wrong_token_is_refused_and_named(
 def test_wrong_result_of_a_baseline_bars_that_one_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(*arguments: object) -> list[Row]:
-        raise WrongResult("it says something else")
-
-    monkeypatch.setattr(baselines, "_hf_static", wrong)
+    monkeypatch.setattr(baselines, "_hf_static", ended_by(wrong))
     assert run(tmp_path, "--sections", "decode", "hf_static", "--batches", "1") == 0
     data = read(tmp_path)
-    assert data["failed"] == {"hf_static/tiny/batch 1": "wrong result: it says something else"}
+    assert data["failed"] == {"hf_static/tiny/batch 1": "wrong result: logits are off"}
     assert "ms/token" in (tmp_path / "report.md").read_text("utf-8")
 
 
@@ -133,14 +160,6 @@ def test_failure_is_named_and_the_rest_goes_on(
     data = read(tmp_path)
     assert data["failed"] == {"startup/tiny/again": "OutOfMemoryError: no room"}
     assert any(row["key"] == "startup/tiny/graphs" for row in data["rows"])
-
-
-def ended_by(end: Callable[[], None]) -> Callable[..., list[Row]]:
-    def measurement(*arguments: object) -> list[Row]:
-        end()
-        raise AssertionError("it went on")
-
-    return measurement
 
 
 def terminate() -> None:
