@@ -235,7 +235,7 @@ class Bench:
         extra: Mapping[str, float | str | None] | None = None,
     ) -> Row:
         """Return the row of differenced decode steps: their time, and their bytes over it."""
-        nbytes = decode.step_bytes(model, batch, self.scale.prompt, self.scale.new)
+        nbytes = decode.step_bytes(model, batch, self.scale.prompt, int(times["steps"]))
         named = ("end_to_end_ms", "first_token_ms", "first_token_spread_ms")
         figures: dict[str, float | str | None] = {k: times[k] for k in named}
         figures["floor_ms"] = self.floor_ms(nbytes)

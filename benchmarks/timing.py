@@ -99,6 +99,7 @@ def differenced(call: Callable[[int], float], new: int, repeats: int) -> dict[st
         "first_token_ms": 1e3 * shorts.median,
         "first_token_spread_ms": 1e3 * shorts.spread,
         "repeats": repeats,
+        "steps": new,
     }
 
 

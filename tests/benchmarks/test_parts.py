@@ -80,6 +80,7 @@ def test_step_time_is_differenced() -> None:
     assert times["ms"] == pytest.approx(2.0) and times["spread_ms"] == pytest.approx(0.0)
     assert times["first_token_ms"] == pytest.approx(12.0)
     assert times["end_to_end_ms"] == pytest.approx(28 / 9)
+    assert (times["steps"], times["repeats"]) == (8, 3)
 
 
 def test_spread_of_a_step_counts_both_ends() -> None:
