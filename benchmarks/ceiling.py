@@ -1,9 +1,12 @@
-"""The read ceiling of this GPU, measured in the run that reports against it."""
+"""The ceilings of this device, measured in the run that reports against them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from benchmarks.timing import graph_ms
 from torch_paged.ops.triton_compat import tl, triton
 
 
@@ -16,11 +19,24 @@ def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + pid, tl.sum(acc))
 
 
-def read_tbps() -> float:
-    """Return TB/s of the best of a few reading kernels over 4 GiB of random bf16."""
+def read_tbps(device: torch.device | str = "cuda") -> float:
+    """Return TB/s of the best of a few reading kernels over 4 GiB of random bf16.
+
+    On a CPU: of torch's sum over 64 MiB of float32.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        x = torch.randn(16 << 20)
+        return x.nbytes / graph_ms(x.sum, 5, device).low / 1e9
+    best = _best_read(device)
+    torch.cuda.empty_cache()
+    return best
+
+
+def _best_read(device: torch.device) -> float:
     count = 2 << 30
-    x = torch.randn(count // 8, device="cuda", dtype=torch.bfloat16).repeat(8)
-    out = torch.empty(132 * 32, device="cuda")
+    x = torch.randn(count // 8, device=device, dtype=torch.bfloat16).repeat(8)
+    out = torch.empty(132 * 32, device=device)
     best = 0.0
     for block in (4096, 8192):
         for grid in (132 * 8, 132 * 16):
@@ -31,3 +47,16 @@ def read_tbps() -> float:
             ms = triton.testing.do_bench(launch, rep=100, return_mode="median")
             best = max(best, count * 2 / ms / 1e9)
     return best
+
+
+def matmul_tflops(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return TFLOP/s of the best square matrix product of this device."""
+    device, best = torch.device(device), 0.0
+    for size in (4096, 8192) if device.type == "cuda" else (256,):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        ms = graph_ms(partial(torch.mm, a, b), 10, device).median
+        best = max(best, 2 * size**3 / ms / 1e9)
+    return best
+
+
+__all__ = ["matmul_tflops", "read_tbps"]

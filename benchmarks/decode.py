@@ -2,6 +2,7 @@
 
 Differenced time is (time of N + 1 tokens - time of 1 token) / N: a decode step without prefill
 and set-up. End-to-end time is the whole call over N + 1 tokens. Fresh ids each repetition.
+`python -m benchmarks.report` checks the tokens first and measures everything else as well.
 """
 
 from __future__ import annotations
@@ -10,45 +11,57 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import torch_paged
 from benchmarks import shapes
 from benchmarks.ceiling import read_tbps
+from benchmarks.runs import fresh_ids
+from benchmarks.timing import differenced, synchronize
 
-_PROMPT = 128
+PROMPT = 128
+SAMPLE: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 50}
+GREEDY: dict[str, Any] = {"do_sample": False}
 
 
-def timed(model: Any, batch: int, new: int, **kwargs: Any) -> float:
-    """Return seconds of one call on fresh ids."""
-    ids = torch.randint(100, 100000, (batch, _PROMPT), device=model.device)
-    mask = torch.ones_like(ids)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+def generate(model: Any, ids: Tensor, new: int, **kwargs: Any) -> Tensor:
+    """Return prompts [B, P] with `new` tokens each."""
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **kwargs)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    assert out.shape == (batch, _PROMPT + new), out.shape
-    return seconds
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **kwargs
+        )
+    if out.shape != (ids.shape[0], ids.shape[1] + new):
+        raise RuntimeError(
+            f"generate() must return [{ids.shape[0]}, {ids.shape[1] + new}] ids, got "
+            f"{list(out.shape)}; leave end tokens off"
+        )
+    return out
 
 
-def measure(model: Any, batch: int, new: int, repeats: int, **kwargs: Any) -> dict[str, float]:
+def timed(model: Any, batch: int, new: int, prompt: int = PROMPT, **kwargs: Any) -> float:
+    """Return seconds of one call on fresh ids."""
+    ids = fresh_ids(model, batch, prompt)
+    synchronize(model.device)
+    start = time.perf_counter()
+    generate(model, ids, new, **kwargs)
+    synchronize(model.device)
+    return time.perf_counter() - start
+
+
+def measure(
+    model: Any, batch: int, new: int, repeats: int, prompt: int = PROMPT, **kwargs: Any
+) -> dict[str, float]:
     """Return differenced and end-to-end ms per token, and the spread of the former."""
-    timed(model, batch, new + 1, **kwargs)
-    short = statistics.median(timed(model, batch, 1, **kwargs) for _ in range(repeats))
-    longs = sorted(timed(model, batch, new + 1, **kwargs) for _ in range(repeats))
-    steps = [1e3 * (s - short) / new for s in longs]
-    return {
-        "ms": statistics.median(steps),
-        "spread_ms": steps[-1] - steps[0],
-        "end_to_end_ms": 1e3 * statistics.median(longs) / (new + 1),
-        "first_token_ms": 1e3 * short,
-    }
+    return differenced(lambda n: timed(model, batch, n, prompt, **kwargs), new, repeats)
+
+
+def step_bytes(model: Any, batch: int, prompt: int, new: int) -> int:
+    """Return the bytes that a decode step must read, at the mean context of a measurement."""
+    return shapes.weight_bytes(model) + shapes.kv_bytes(model, batch, prompt + new // 2)
 
 
 def main() -> None:
@@ -67,24 +80,20 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {ceiling:.2f} TB/s")
     for name in args.models:
         model = shapes.build(name)
-        greedy: dict[str, Any] = {"do_sample": False}
         for batch in args.batches if args.hf else []:
             rows.append({"model": name, "batch": batch, "what": "hf eager"})
-            rows[-1] |= measure(model, batch, 16, 1, **greedy)
+            rows[-1] |= measure(model, batch, 16, 1, **GREEDY)
             print(rows[-1], flush=True)
         start = time.perf_counter()
         torch_paged.accelerate(model, on_unsupported="raise")
-        timed(model, 1, 1, **greedy)
+        timed(model, 1, 1, **GREEDY)
         print(f"{name}: accelerate to first token {time.perf_counter() - start:.2f} s", flush=True)
-        modes: dict[str, dict[str, Any]] = {"greedy": greedy}
-        if args.sample:
-            modes["sample"] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 50}
+        modes = {"greedy": GREEDY} | ({"sample": SAMPLE} if args.sample else {})
         for batch in args.batches:
             for what, kwargs in modes.items():
                 row = {"model": name, "batch": batch, "what": what}
                 row |= measure(model, batch, args.new, args.repeats, **kwargs)
-                moved = shapes.weight_bytes(model) + shapes.kv_bytes(model, batch, 200)
-                row["floor_ms"] = moved / ceiling / 1e9
+                row["floor_ms"] = step_bytes(model, batch, PROMPT, args.new) / ceiling / 1e9
                 row["of_floor"] = row["floor_ms"] / row["ms"]
                 rows.append(row)
                 print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
@@ -94,7 +103,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if args.json:
-        record = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         record |= {"read_tbps": ceiling, "rows": rows, "command": "python -m benchmarks.decode"}
         os.makedirs(os.path.dirname(args.json) or ".", exist_ok=True)
         with open(args.json, "w") as file:

@@ -14,26 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_paged
-from torch_paged.generate.registry import find_session
+from benchmarks import shapes
+from benchmarks.runs import core_of
 
 _WARM_UP = 40
-
-
-def tiny_model() -> Any:
-    """Return a model whose forward is never run."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 class _Counting:
@@ -51,10 +37,9 @@ class _Counting:
 
 def microseconds(batch: int, steps: int, *, tokens: bool) -> float:
     """Return the median host time of a step of `batch` rows."""
-    with torch_paged.Engine(tiny_model(), max_num_seqs=batch, verify=False) as engine:
-        session = find_session(engine._target)
-        assert session is not None and session.core is not None
-        core = session.core
+    model = shapes.build(shapes.TINY, device="cpu", dtype=torch.float32)
+    with torch_paged.Engine(model, max_num_seqs=batch, verify=False) as engine:
+        core = core_of(model)
         core.prepare(batch, 1, 1)
         core.make_room(batch * (-(-(steps + 64) // 16)))
         for i in range(batch):

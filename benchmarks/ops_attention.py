@@ -17,9 +17,9 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.ceiling import read_tbps
+from benchmarks.timing import default_device, graph_ms
 from torch_paged.ops.paged_attention.config import DecodeConfig, PrefillConfig
 from torch_paged.ops.paged_attention.decode_launch import _launch_fused_decode_attention
 from torch_paged.ops.paged_attention.prefill import _launch_paged_prefill_attention
@@ -45,25 +46,13 @@ DECODE_CASES.append((1, 32768))
 PREFILL_TOKENS = [512, 2048, 8192]
 
 
-def graph_us(launches: list[Callable[[], Any]], repeats: int = 15) -> tuple[float, float]:
+def graph_us(
+    launches: Sequence[Callable[[], Any]], device: torch.device, repeats: int = 15
+) -> tuple[float, float]:
     """Return median and spread of microseconds a launch, all launches in one graph."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    times = []
-    for index in range(repeats + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        if index >= 3:
-            times.append(start.elapsed_time(stop) * 1e3 / len(launches))
-    return statistics.median(times), max(times) - min(times)
+    timing = graph_ms(lambda: [launch() for launch in launches], repeats, device)
+    timing = timing.scaled(1e3 / len(launches))
+    return timing.median, timing.spread
 
 
 class DecodeCase:
@@ -76,6 +65,7 @@ class DecodeCase:
         context: int,
         cold_bytes: int = COLD_BYTES,
     ) -> None:
+        device = self.device = default_device()
         self.heads, self.batch, self.context = heads, batch, context
         num_heads, num_kv_heads, dim = heads
         self.bytes = 2 * 2 * batch * (context + 1) * num_kv_heads * dim
@@ -83,32 +73,35 @@ class DecodeCase:
         used = context // BLOCK_SIZE + 1
         num_blocks = self.num_layers * batch * used
         shape = (num_blocks, num_kv_heads, BLOCK_SIZE, dim)
-        self.k_cache = torch.randn(shape, device="cuda", dtype=BF16)
-        self.v_cache = torch.randn(shape, device="cuda", dtype=BF16)
-        order = torch.randperm(num_blocks, device="cuda").int().view(self.num_layers, batch, used)
+        self.k_cache = torch.randn(shape, device=device, dtype=BF16)
+        self.v_cache = torch.randn(shape, device=device, dtype=BF16)
+        order = torch.randperm(num_blocks, device=device).int().view(self.num_layers, batch, used)
         self.tables = torch.zeros(
-            self.num_layers, batch, MAX_TOKENS // BLOCK_SIZE, dtype=torch.int32, device="cuda"
+            self.num_layers, batch, MAX_TOKENS // BLOCK_SIZE, dtype=torch.int32, device=device
         )
         self.tables[:, :, :used] = order
-        self.slots = torch.randperm(batch, device="cuda").int()
-        self.context_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-        self.counters = torch.zeros(batch * num_kv_heads, dtype=torch.int32, device="cuda")
+        self.slots = torch.randperm(batch, device=device).int()
+        self.context_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(batch * num_kv_heads, dtype=torch.int32, device=device)
         projection = torch.randn(
-            batch, (num_heads + 2 * num_kv_heads) * dim, device="cuda", dtype=BF16
+            batch, (num_heads + 2 * num_kv_heads) * dim, device=device, dtype=BF16
         )
         parts = (num_heads, num_kv_heads, num_kv_heads)
         self.query, self.key, self.value = projection.view(batch, -1, dim).split(parts, dim=1)
-        angle = torch.rand(batch, dim // 2, device="cuda") * 6
+        angle = torch.rand(batch, dim // 2, device=device) * 6
         self.cos, self.sin = angle.cos(), angle.sin()
         # Qwen3 has q/k norms, the Llamas have not.
         self.norm: dict[str, Any] = {}
         if heads == (16, 8, 128):
-            gains = torch.rand(2, dim, device="cuda", dtype=BF16) + 0.5
+            gains = torch.rand(2, dim, device=device, dtype=BF16) + 0.5
             self.norm = {"q_norm": gains[0], "k_norm": gains[1], "eps": 1e-6}
 
     def run(self, layer: int, config: DecodeConfig | None = None) -> Tensor:
-        """Launch one layer."""
-        return _launch_fused_decode_attention(
+        """Launch one layer, by the op itself unless a configuration is given."""
+        launch: Callable[..., Tensor] = torch.ops.torch_paged.fused_decode_attention.default
+        if config is not None:
+            launch = partial(_launch_fused_decode_attention, config=config)
+        return launch(
             self.query,
             self.key,
             self.value,
@@ -122,7 +115,6 @@ class DecodeCase:
             self.counters,
             self.heads[2] ** -0.5,
             **self.norm,
-            config=config,
         )
 
     def check(self, config: DecodeConfig | None = None) -> float:
@@ -154,23 +146,25 @@ class DecodeCase:
     def time(self, config: DecodeConfig | None = None) -> tuple[float, float]:
         """Return median and spread of microseconds a layer."""
         layers = range(self.num_layers)
-        return graph_us([lambda layer=layer: self.run(layer, config) for layer in layers])
+        launches = [partial(self.run, layer, config) for layer in layers]
+        return graph_us(launches, self.device)
 
 
 class PrefillCase:
     """One prompt without prefix, over two layers."""
 
     def __init__(self, heads: tuple[int, int, int], num_tokens: int) -> None:
+        device = self.device = default_device()
         self.heads, self.num_tokens = heads, num_tokens
         num_heads, num_kv_heads, dim = heads
         num_blocks = num_tokens // BLOCK_SIZE
         shape = (2 * num_blocks, num_kv_heads, BLOCK_SIZE, dim)
-        self.k_cache = torch.randn(shape, device="cuda", dtype=BF16)
-        self.v_cache = torch.randn(shape, device="cuda", dtype=BF16)
-        self.tables = torch.randperm(2 * num_blocks, device="cuda").int().view(2, 1, -1)
-        self.query = torch.randn(num_tokens, num_heads, dim, device="cuda", dtype=BF16)
-        self.slots, self.context_lens = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
-        self.bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
+        self.k_cache = torch.randn(shape, device=device, dtype=BF16)
+        self.v_cache = torch.randn(shape, device=device, dtype=BF16)
+        self.tables = torch.randperm(2 * num_blocks, device=device).int().view(2, 1, -1)
+        self.query = torch.randn(num_tokens, num_heads, dim, device=device, dtype=BF16)
+        self.slots, self.context_lens = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        self.bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         self.flops = 2 * num_heads * dim * num_tokens**2
         caches = (self.k_cache, self.v_cache)
         self.dense = [
@@ -179,8 +173,11 @@ class PrefillCase:
         ]
 
     def run(self, layer: int, config: PrefillConfig | None = None) -> Tensor:
-        """Launch one layer."""
-        return _launch_paged_prefill_attention(
+        """Launch one layer, by the op itself unless a configuration is given."""
+        launch: Callable[..., Tensor] = torch.ops.torch_paged.paged_prefill_attention.default
+        if config is not None:
+            launch = partial(_launch_paged_prefill_attention, config=config)
+        return launch(
             self.query,
             self.k_cache,
             self.v_cache,
@@ -190,7 +187,6 @@ class PrefillCase:
             self.context_lens,
             self.num_tokens,
             self.heads[2] ** -0.5,
-            config=config,
         )
 
     def check(self, config: PrefillConfig | None = None) -> float:
@@ -200,14 +196,15 @@ class PrefillCase:
         keys, values = (x[0].float() for x in self.dense)
         query = self.query[-64:].view(64, keys.shape[0], -1, dim).float()
         scores = torch.einsum("nhgd,hld->hgnl", query, keys) * dim**-0.5
-        later = torch.arange(n, device="cuda") > torch.arange(n - 64, n, device="cuda")[:, None]
+        at = torch.arange(n, device=self.device)
+        later = at > at[-64:, None]
         weights = torch.softmax(scores.masked_fill(later, -math.inf), dim=-1)
         exact = torch.einsum("hgnl,hld->nhgd", weights, values).flatten(1, 2)
         return float((output - exact).norm() / exact.norm())
 
     def time(self, config: PrefillConfig | None = None) -> tuple[float, float]:
         """Return median and spread of microseconds a layer."""
-        return graph_us([lambda layer=i % 2: self.run(layer, config) for i in range(4)])
+        return graph_us([partial(self.run, i % 2, config) for i in range(4)], self.device)
 
     def time_sdpa(self) -> dict[str, float]:
         """Return microseconds of torch's backends on the same sizes, contiguous."""
@@ -222,7 +219,8 @@ class PrefillCase:
                             query, keys, values, is_causal=True, enable_gqa=True
                         )
                     ]
-                    * 4
+                    * 4,
+                    self.device,
                 )[0]
         return times
 

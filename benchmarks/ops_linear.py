@@ -1,6 +1,6 @@
 """fused_linear at the layers of three models, against the read ceiling and cuBLAS.
 
-    python benchmarks/ops_linear.py [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64] [--sweep]
+    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64] [--sweep]
 
 Every time is the median of CUDA graph replays. A graph runs one launch per weight over enough
 distinct weights that each comes from memory. `chain` runs a model's layers as they follow each
@@ -16,9 +16,8 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from torch import Tensor
 
 from benchmarks.ceiling import read_tbps
 from benchmarks.ops_linear_cases import BF16, MODELS, Layer, Model, candidates, chosen
+from benchmarks.parity import WrongResult
+from benchmarks.timing import default_device, graph_ms
 from torch_paged.ops.fused_linear import fused_linear_reference, table
 from torch_paged.ops.fused_linear.configs import (
     KINDS,
@@ -40,38 +41,29 @@ from torch_paged.ops.fused_linear.configs import (
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 
 COLD_BYTES = 400 << 20
+DEVICE = default_device()
 KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 TABLE_FILE = Path(table.__file__)
 
 
-def graph_ms(run: Callable[[], Any], replays: int = 12) -> float:
-    """Return the median milliseconds of replaying `run` as a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for index in range(replays + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
-def call(layer: Layer, x: Tensor, weights: list[Tensor], options: dict[str, Any], config: Config):
+def call(
+    layer: Layer,
+    x: Tensor,
+    weights: list[Tensor],
+    options: dict[str, Any],
+    config: Config | None = None,
+) -> Tensor:
+    """Launch a layer, by the op itself unless a configuration is given."""
     named = dict(options)
     gain = named.pop("norm_weight", None)
+    if config is None:
+        return torch.ops.torch_paged.fused_linear.default(x, weights, [], gain, **named)
     return _launch_fused_linear(x, weights, [], gain, **named, config=config)
 
 
-def check(layer: Layer, num_tokens: int, config: Config) -> None:
+def check(layer: Layer, num_tokens: int, config: Config | None = None) -> None:
     """Hold a configuration to twice the error of the rounding reference, against float64."""
-    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device=DEVICE)
     weights = [w[:4096] for w in layer.weights()]
     options = layer.options(num_tokens)
     if layer.residual:
@@ -88,14 +80,17 @@ def check(layer: Layer, num_tokens: int, config: Config) -> None:
     want = fused_linear_reference(x.double(), [w.double() for w in weights], [], **options)
     budget = 2 * ((low - want).abs().max() + 2**-9 * want.abs().max())
     error = (out - want).abs().max()
-    assert error <= budget, f"{layer.name} {config}: error {error:.3e} exceeds {budget:.3e}"
+    if not error <= budget:
+        raise WrongResult(
+            f"{layer.name} {config}: error {error:.3e}, at most {budget:.3e} is right"
+        )
 
 
 def time_layer(
     layer: Layer, num_tokens: int, sets: list[list[Tensor]], configs: Iterable[Config]
 ) -> list[tuple[float, Config]]:
     """Return TB/s of each configuration that fits the device, the best first."""
-    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device=DEVICE)
     options = layer.options(num_tokens)
     results = []
     for config in configs:
@@ -105,7 +100,8 @@ def time_layer(
                 call(layer, x, weights, options, config)
 
         try:
-            results.append((layer.nbytes * len(sets) / graph_ms(run) / 1e9, config))
+            ms = graph_ms(run, 12, DEVICE).median
+            results.append((layer.nbytes * len(sets) / ms / 1e9, config))
         except Exception as error:  # e.g. out of registers or shared memory
             print(f"{layer.name} {config}: {str(error)[:100]}", flush=True)
     return sorted(results, reverse=True)
@@ -113,9 +109,10 @@ def time_layer(
 
 def time_cublas(layer: Layer, num_tokens: int, sets: list[list[Tensor]]) -> float:
     """Return TB/s of F.linear alone, over all weights of a layer as if they were one."""
-    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+    x = torch.randn(num_tokens, layer.in_features, dtype=BF16, device=DEVICE)
     joined = [torch.cat(weights) if len(weights) > 1 else weights[0] for weights in sets]
-    return layer.nbytes * len(sets) / graph_ms(lambda: [F.linear(x, w) for w in joined]) / 1e9
+    ms = graph_ms(lambda: [F.linear(x, w) for w in joined], 12, DEVICE).median
+    return layer.nbytes * len(sets) / ms / 1e9
 
 
 def time_chain(
@@ -128,7 +125,7 @@ def time_chain(
     """Return milliseconds of one pass over all layers of a model, attention left out."""
     qkv, o, gate_up, down = model.layers
     options = {layer.name: layer.options(num_tokens) for layer in (*model.layers, model.head)}
-    hidden = torch.randn(num_tokens, qkv.in_features, dtype=BF16, device="cuda")
+    hidden = torch.randn(num_tokens, qkv.in_features, dtype=BF16, device=DEVICE)
 
     def step(layer: Layer, index: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
         weights = sets[layer.name][index % len(sets[layer.name])]
@@ -143,7 +140,7 @@ def time_chain(
             x = step(down, index, step(gate_up, index, x), x)
         step(model.head, 0, x)
 
-    return graph_ms(run, replays)
+    return graph_ms(run, replays, DEVICE).median
 
 
 def tune_chain(
@@ -176,7 +173,7 @@ def chain_bytes(model: Model) -> int:
 def _compile(jobs: Sequence[tuple[Layer, int, Config]]) -> None:
     """Compile in a process of its own; the kernels reach the others through Triton's cache."""
     for layer, num_tokens, config in jobs:
-        x = torch.zeros(num_tokens, layer.in_features, dtype=BF16, device="cuda")
+        x = torch.zeros(num_tokens, layer.in_features, dtype=BF16, device=DEVICE)
         try:
             call(layer, x, layer.weights(empty=True), layer.options(num_tokens), config)
             torch.cuda.synchronize()
@@ -201,7 +198,7 @@ def compile_all(jobs: list[tuple[Layer, int, Config]]) -> None:
 def write_table(entries: dict[table.Shape, table.Entry]) -> Path:
     """Write table.py with these entries over the checked-in ones of this device."""
     tables = dict(table.TABLE)
-    key = device_key(torch.device("cuda", 0))
+    key = device_key(DEVICE)
     tables[key] = tables.get(key, {}) | entries
     head, _, _ = TABLE_FILE.read_text().partition("TABLE:")
     lines = ["TABLE: dict[tuple[int, int], dict[Shape, Entry]] = {"]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.timing import default_device
 from torch_paged.ops.fused_linear import NUM_COUNTERS
 from torch_paged.ops.fused_linear.configs import (
     Config,
@@ -43,9 +44,10 @@ class Layer(NamedTuple):
 
     def options(self, num_tokens: int) -> dict[str, Any]:
         """Return the call's other arguments, made anew."""
-        device = torch.device("cuda")
+        device = default_device()
         width = self.num_rows // 2 if self.gated else self.num_rows
-        options: dict[str, Any] = {"counters": torch.zeros(NUM_COUNTERS, dtype=torch.int32).cuda()}
+        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"counters": counters}
         if self.norm:
             gain = 1 + 0.1 * torch.randn(self.in_features, dtype=BF16, device=device)
             options |= {"norm_weight": gain, "norm": True, "eps": 1e-5}
@@ -56,7 +58,8 @@ class Layer(NamedTuple):
         return options
 
     def weights(self, empty: bool = False) -> list[Tensor]:
-        make = [torch.empty(n, self.in_features, dtype=BF16, device="cuda") for n in self.sizes]
+        device = default_device()
+        make = [torch.empty(n, self.in_features, dtype=BF16, device=device) for n in self.sizes]
         return make if empty else [w.normal_(std=self.in_features**-0.5) for w in make]
 
 
@@ -84,6 +87,7 @@ MODELS = {
     "0.6b": _model(28, 1024, (16, 8, 128), 3072, 151936),
     "1b": _model(16, 2048, (32, 8, 64), 8192, 128256),
     "8b": _model(32, 4096, (32, 8, 128), 14336, 128256),
+    "tiny": _model(2, 64, (4, 2, 16), 96, 512),
 }
 
 

@@ -13,37 +13,49 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_paged
 from benchmarks import shapes
-from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
-from torch_paged.generate.registry import find_session
+from benchmarks.runs import fresh_ids, open_run
+from benchmarks.timing import span_ms, synchronize
 
 
 def prefill_once(model: Any, rows: int, length: int) -> tuple[float, float, float]:
     """Return host, device and wall milliseconds of one prefill of fresh ids."""
-    session = find_session(model)
-    assert session is not None and session.core is not None
-    positions = torch.arange(length, dtype=torch.int32, device="cuda")
-    prompts = PackedPrompts(
-        (length,) * rows,
-        torch.randint(100, 100000, (rows * length,), device="cuda"),
-        None,
-        positions.repeat(rows),
-        positions[-1:].expand(rows),
-    )
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+    ids = fresh_ids(model, rows, length)
+    synchronize(model.device)
     start = time.perf_counter()
-    with BatchRun(session.core, prompts, BatchLimits(2), lag=0) as run:
-        begin.record()
-        logits = run.prefill()
-        end.record()
-        host = time.perf_counter() - start
-        torch.cuda.synchronize()
+    host = 0.0
+    out: list[torch.Tensor] = []
+
+    with torch.no_grad(), open_run(model, ids, 2) as run:
+
+        def prefill() -> None:
+            nonlocal host
+            out.append(run.prefill())
+            host = time.perf_counter() - start
+
+        device = span_ms(prefill, model.device)
         wall = time.perf_counter() - start
-        assert torch.isfinite(logits).all()
-    return 1e3 * host, begin.elapsed_time(end), 1e3 * wall
+        assert torch.isfinite(out[0]).all()
+    return 1e3 * host, device, 1e3 * wall
 
 
-@torch.no_grad()
+def hf_prefill_once(model: Any, rows: int, length: int) -> float:
+    """Return device milliseconds of Hugging Face's own prefill of fresh ids, cache included."""
+    ids = fresh_ids(model, rows, length)
+    synchronize(model.device)
+    with torch.inference_mode():
+        return span_ms(lambda: model(ids, use_cache=True, logits_to_keep=1), model.device)
+
+
+def prefill_flops(model: Any, rows: int, length: int) -> float:
+    """Return the operations of a prefill: causal attention, and the head for last tokens only."""
+    c = model.config
+    head = c.vocab_size * c.hidden_size
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    attention = 2 * c.num_hidden_layers * c.num_attention_heads * head_dim * length**2
+    return float(rows * (2 * layers * length + attention + 2 * head))
+
+
 def main() -> None:
     """Time prefills after warm-up; with --profile print the kernels of the last one."""
     parser = argparse.ArgumentParser(description=__doc__)

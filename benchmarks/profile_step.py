@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import torch_paged
 from benchmarks import shapes
-from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
+from benchmarks.runs import fresh_ids, open_run, step_ms
 from torch_paged.engine.sampler import GreedySampler
-from torch_paged.generate.registry import find_session
 
 _PROMPT = 128
 _STEPS = 16
-
-
-def start(model: Any, batch: int, new: int) -> BatchRun:
-    """Return a run of random prompts on the accelerated model."""
-    session = find_session(model)
-    assert session is not None and session.core is not None
-    ids = torch.randint(100, 100000, (batch * _PROMPT,), device="cuda")
-    positions = torch.arange(_PROMPT, dtype=torch.int32, device="cuda")
-    prompts = PackedPrompts(
-        (_PROMPT,) * batch,
-        ids,
-        None,
-        positions.repeat(batch),
-        positions[-1:].expand(batch),
-    )
-    return BatchRun(session.core, prompts, BatchLimits(new), lag=0)
 
 
 @torch.no_grad()
@@ -46,18 +28,10 @@ def main() -> None:
     model = torch_paged.accelerate(shapes.build(args.model), on_unsupported="raise", verify=False)
     torch_paged.explain(model)
     sampler = GreedySampler()
-    with start(model, args.batch, 1000) as run:
+    with open_run(model, fresh_ids(model, args.batch, _PROMPT), 1000) as run:
         run.first_tokens(run.prefill(), sampler)
-        for _ in range(4):
-            run.launch(sampler)
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(_STEPS):
-            run.launch(sampler)
-        end.record()
-        torch.cuda.synchronize()
-        bare = begin.elapsed_time(end) / _STEPS
+        step_ms(run, sampler, 4, model.device)
+        bare = step_ms(run, sampler, _STEPS, model.device)
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
             for _ in range(_STEPS):
                 run.launch(sampler)

@@ -6,8 +6,8 @@ tokens. Latency: the same kind of requests, of which a fixed number is in flight
 to first token and between tokens as a caller of `step()` sees them. Response: 128 requests of
 128 + 128 tokens at once; mean time until a request has ended.
 
-Weights are random, so outputs run to their limit. A few requests are checked against `generate()`
-first, and the whole work runs once before it is timed.
+Weights are random, so outputs run to their limit. A few requests are checked
+first, and the whole work runs once before it is timed: there the KV use is taken.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ import torch
 
 import torch_paged
 from benchmarks import shapes
+from benchmarks.decode import GREEDY
+from benchmarks.parity import Oracle, WrongResult
+from benchmarks.runs import core_of
+from benchmarks.timing import default_device, summarize, synchronize
 
 SEED = 0
 
@@ -52,46 +57,33 @@ def ragged_work(count: int, seed: int, vocab_size: int, scale: float = 1.0) -> l
 
 
 def check(engine: torch_paged.Engine, model: Any, work: list[Work]) -> None:
-    """Compare a few requests with `generate()`, token by token up to the first difference."""
-    for item in sorted(work, key=lambda w: len(w.prompt) + w.num_tokens)[:3]:
-        name = engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
-        tokens = list(engine.run()[name].token_ids)
-        ids = torch.tensor([item.prompt], device=model.device)
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=item.num_tokens,
-                do_sample=False,
-            )
-        expected = out[0, len(item.prompt) :].tolist()
-        same = sum(1 for _ in iter_same(tokens, expected))
-        if len(tokens) != len(expected) or same < min(8, len(expected)):
-            raise AssertionError(f"tokens differ from generate() after {same}")
-
-
-def iter_same(a: list[int], b: list[int]) -> Any:
-    """Yield the tokens of the common prefix."""
-    for left, right in zip(a, b, strict=False):
-        if left != right:
-            return
-        yield left
+    """Check the tokens of a few requests, of several lengths, that run beside each other."""
+    some = sorted(work, key=lambda w: len(w.prompt) + w.num_tokens)[:3]
+    names = [engine.add_request(w.prompt, max_new_tokens=w.num_tokens, **GREEDY) for w in some]
+    outputs = engine.run()
+    with Oracle(model) as oracle:
+        for item, name in zip(some, names, strict=True):
+            ids = torch.tensor([item.prompt + list(outputs[name].token_ids)], device=model.device)
+            what = f"engine, {len(item.prompt)} + {item.num_tokens} tokens"
+            if ids.shape[1] != len(item.prompt) + item.num_tokens:
+                raise WrongResult(f"{what}: {ids.shape[1] - len(item.prompt)} tokens came back")
+            oracle.check_greedy(ids, len(item.prompt), what)
 
 
 def throughput(engine: torch_paged.Engine, work: list[Work]) -> dict[str, float]:
     """Return output tokens a second, the KV use, and preemptions."""
-    _synchronize()
+    synchronize()
     before = engine.num_preemptions
     started = time.perf_counter()
     for item in work:
-        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, **GREEDY)
     outputs = engine.run()
-    _synchronize()
+    synchronize()
     seconds = time.perf_counter() - started
     num_tokens = sum(len(out.token_ids) for out in outputs.values())
     expected = sum(item.num_tokens for item in work)
     if num_tokens != expected or any(out.error for out in outputs.values()):
-        raise AssertionError(f"{num_tokens} tokens came back, {expected} were asked for")
+        raise WrongResult(f"{num_tokens} tokens came back, {expected} were asked for")
     return {
         "tokens_per_s": num_tokens / seconds,
         "seconds": seconds,
@@ -101,13 +93,9 @@ def throughput(engine: torch_paged.Engine, work: list[Work]) -> dict[str, float]
 
 def kv_use(engine: torch_paged.Engine, work: list[Work]) -> float:
     """Return the mean share of the held KV slots that hold a token, over a run of the work."""
-    from torch_paged.generate.registry import find_session
-
-    session = find_session(engine._target)
-    assert session is not None and session.core is not None
-    core, shares = session.core, []
+    core, shares = core_of(engine._target), []
     for item in work:
-        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+        engine.add_request(item.prompt, max_new_tokens=item.num_tokens, **GREEDY)
     while not engine.is_idle:
         engine._service.advance(tokens=False)
         held = core.allocator.num_live * core.config.block_size
@@ -123,14 +111,14 @@ def latency(engine: torch_paged.Engine, work: list[Work], streams: int) -> dict[
     last: dict[Any, float] = {}
     first_token: list[float] = []
     between: list[float] = []
-    _synchronize()
+    synchronize()
     started = time.perf_counter()
     num_tokens = 0
     while waiting or not engine.is_idle:
         while waiting and len(added) < streams:
             item = waiting.pop()
             now = time.perf_counter()
-            name = engine.add_request(item.prompt, max_new_tokens=item.num_tokens, do_sample=False)
+            name = engine.add_request(item.prompt, max_new_tokens=item.num_tokens, **GREEDY)
             added[name] = now
         for out in engine.step():
             now = time.perf_counter()
@@ -157,47 +145,59 @@ def latency(engine: torch_paged.Engine, work: list[Work], streams: int) -> dict[
 def response(engine: torch_paged.Engine, count: int, length: int, vocab_size: int) -> float:
     """Return the mean seconds until one of `count` equal requests, made at once, has ended."""
     draw = random.Random(count)
-    _synchronize()
+    synchronize()
     started = time.perf_counter()
     for _ in range(count):
         prompt = [draw.randrange(vocab_size) for _ in range(length)]
-        engine.add_request(prompt, max_new_tokens=length, do_sample=False)
+        engine.add_request(prompt, max_new_tokens=length, **GREEDY)
     times = [time.perf_counter() - started for _ in engine.stream(tokens=False)]
     assert len(times) == count
     return statistics.mean(times)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What of the work is measured.
+
+    Attributes:
+        streams: numbers of requests in flight for which latencies are taken.
+        scale: shrinks all lengths.
+        response: also take the time until one of 128 equal requests has ended.
+    """
+
+    requests: int = 256
+    streams: Sequence[int] = (32, 128, 512)
+    max_num_seqs: int = 256
+    repeats: int = 3
+    scale: float = 1.0
+    response: bool = True
 
 
-def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all parts on one model."""
-    vocab = model.config.vocab_size
-    work = ragged_work(args.requests, SEED, vocab, args.scale)
+def measure(model: Any, settings: Settings) -> dict[str, Any]:
+    """Run all parts on one model; the first run of the work warms up and shows the KV use."""
+    vocab, scale = model.config.vocab_size, settings.scale
     result: dict[str, Any] = {}
     with torch_paged.Engine(
-        model, max_num_seqs=max(args.max_num_seqs, *args.streams), on_unsupported="raise"
+        model, max_num_seqs=max(settings.max_num_seqs, *settings.streams), on_unsupported="raise"
     ) as engine:
-        check(engine, model, ragged_work(8, SEED + 1, vocab, args.scale))
-        throughput(engine, ragged_work(args.requests, SEED + 2, vocab, args.scale))
+        check(engine, model, ragged_work(8, SEED + 1, vocab, scale))
+        result["kv_use"] = kv_use(engine, ragged_work(settings.requests, SEED, vocab, scale))
         runs = [
-            throughput(engine, ragged_work(args.requests, SEED + 3 + i, vocab, args.scale))
-            for i in range(args.repeats)
+            throughput(engine, ragged_work(settings.requests, SEED + 3 + i, vocab, scale))
+            for i in range(settings.repeats)
         ]
-        speeds = sorted(run["tokens_per_s"] for run in runs)
-        result["tokens_per_s"] = statistics.median(speeds)
-        result["spread"] = speeds[-1] - speeds[0]
+        speed = summarize([run["tokens_per_s"] for run in runs])
+        result |= {"tokens_per_s": speed.median, "low": speed.low, "high": speed.high}
+        result["spread"] = speed.spread
         result["preemptions"] = sum(run["preemptions"] for run in runs)
-        result["kv_use"] = kv_use(engine, work)
-        for streams in args.streams:
-            some = ragged_work(max(2 * streams, 64), SEED + 9, vocab, args.scale)
+        for streams in settings.streams:
+            some = ragged_work(max(2 * streams, 64), SEED + 9, vocab, scale)
             latency(engine, some[:streams], streams)
             result[f"streams_{streams}"] = latency(engine, some, streams)
-        length = max(2, int(128 * args.scale))
-        response(engine, 128, length, vocab)
-        result["response_s"] = response(engine, 128, length, vocab)
+        if settings.response:
+            length = max(2, int(128 * scale))
+            response(engine, 128, length, vocab)
+            result["response_s"] = response(engine, 128, length, vocab)
         result["stats"] = str(torch_paged.stats(model))
     return result
 
@@ -213,13 +213,20 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    settings = Settings(
+        requests=args.requests,
+        streams=args.streams,
+        max_num_seqs=args.max_num_seqs,
+        repeats=args.repeats,
+        scale=args.scale,
+    )
     rows: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
     }
     for name in args.models:
-        model = shapes.build(name, device="cuda" if torch.cuda.is_available() else "cpu")
-        rows[name] = measure(model, args)
+        model = shapes.build(name, device=default_device())
+        rows[name] = measure(model, settings)
         print(f"{name}: {rows[name]['tokens_per_s']:,.0f} tokens/s", flush=True)
         print(json.dumps(rows[name], indent=2), flush=True)
         del model

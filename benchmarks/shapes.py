@@ -13,7 +13,7 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 def config(name: str) -> PretrainedConfig:
-    """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2) or "8b" (Llama-3.1)."""
+    """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2), "8b" (Llama-3.1) or "tiny"."""
     if name == "0.6b":
         return Qwen3Config(
             hidden_size=1024,
@@ -48,13 +48,32 @@ def config(name: str) -> PretrainedConfig:
         return LlamaConfig(
             hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **common
         )
-    raise ValueError(f'name must be "0.6b", "1b" or "8b", got {name!r}')
+    if name == TINY:
+        return LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            tie_word_embeddings=True,
+            **common
+            | {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 512,
+                "max_position_embeddings": 4096,
+                "initializer_range": 0.3,
+            },
+        )
+    raise ValueError(f'name must be "0.6b", "1b", "8b" or "tiny", got {name!r}')
 
 
 NAMES = ("0.6b", "1b", "8b")
+# No model that anyone runs: the same code on a CPU, in seconds.
+TINY = "tiny"
 
 
-def build(name: str, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+def build(
+    name: str, *, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Any:
     """Build the model on `device` with random weights of a fixed seed."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()

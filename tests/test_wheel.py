@@ -94,5 +94,7 @@ def test_sdist_holds_the_package_and_what_describes_it(
     held = {name for name in repository_files() if name.startswith("torch_paged/")}
     assert held <= names
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
+    # tests/benchmarks imports it.
+    assert "benchmarks/report.py" in names
     # The links at the top level would double every module.
     assert not any(name.split("/")[0] in ("ops", "graphs", "patches") for name in names)

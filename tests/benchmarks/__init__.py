@@ -1,0 +1,1 @@
+"""Tests of the benchmarks themselves, on a CPU and a tiny model."""
