@@ -28,7 +28,7 @@ def test_random_calls_leave_nothing_behind(device) -> None:
     calls = draw_calls(12, seed=3)
     rounds = []
     for number in range(4):
-        rounds.append(play_round(subjects, calls, number, check_every=4))
+        rounds.append(play_round(subjects, calls, number, check_every=6))
         end_round(subjects, number)
     first, second = highest(rounds[:2]), highest(rounds[2:])
     first["tensors"] += TENSORS_BY_CHANCE * len(subjects)
