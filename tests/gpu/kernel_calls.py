@@ -262,6 +262,7 @@ def _linear(
     dtype: torch.dtype = HALF,
     gated: bool = False,
     extra: int = 0,
+    norm: str = "gain",
 ) -> None:
     """Two calls in a row, as the counters of the first must be zero for the second."""
     width = sizes[0] if gated else sum(sizes)
@@ -272,11 +273,11 @@ def _linear(
         out = _launch_fused_linear(
             x,
             weights,
-            [_randn(n, dtype=dtype) for n in sizes],
-            _randn(in_features, dtype=dtype),
-            norm=True,
+            [_randn(n, dtype=dtype) if norm else None for n in sizes],
+            _randn(in_features, dtype=dtype) if norm == "gain" else None,
+            norm=bool(norm),
             eps=1e-6,
-            residual=_rows(num_tokens, width, dtype=dtype),
+            residual=_rows(num_tokens, width, dtype=dtype) if norm else None,
             activation="silu" if gated else "",
             gated=gated,
             counters=counters,
@@ -304,6 +305,13 @@ _add("tile_gemm", _linear, _TILE, 17, [33, 70, 5], 520)
 _add("tile_gemm-odd", _linear, _TILE, 64, [100], 575, extra=3)
 _add("tile_gemm-split", _linear, _TILE_SPLIT, 33, [33, 7, 5], 520)
 _add("tile_gemm-gated-split", _linear, _TILE_SPLIT, 16, [40, 40], 520, gated=True)
+# Other code reads a tile, or none does, which changes how it is buffered.
+for _norm in ("plain", ""):
+    _label = f"norm-{_norm}" if _norm else "bare"
+    _add(f"gemv-{_label}", _linear, _GEMV, 2, [33, 7, 5], 520, norm=_norm)
+    _add(f"small_gemm-{_label}", _linear, _SMALL, 8, [40, 40], 520, gated=True, norm=_norm)
+    _add(f"tile_gemm-{_label}", _linear, _TILE, 17, [100], 1032, norm=_norm)
+    _add(f"tile_gemm-split-{_label}", _linear, _TILE_SPLIT, 33, [33, 7, 5], 520, norm=_norm)
 for _tokens in (1, 5, 13, 40):  # as chosen for the device
     _add(f"linear-{_tokens}", _linear, None, _tokens, [48, 16, 16], 264)
     _add(f"linear-gated-{_tokens}", _linear, None, _tokens, [48, 48], 264, gated=True)
@@ -373,12 +381,12 @@ _add("sampling-fp32", _sampling, 31, torch.float32)
 _add("sampling-long", _sampling, 70001 if DEVICE == "cuda" else 5000, HALF)
 
 
-def _advance(num_rows: int) -> None:
+def _advance(num_rows: int, num_eos: int = 2) -> None:
     num_slots = num_rows + 1
     slots = torch.arange(num_rows, dtype=torch.int32).flip(0) + 1
     slots[num_rows // 2] = -1
     state = [_zeros(num_slots, dtype=torch.int64), *(_zeros(num_slots) for _ in range(3))]
-    eos = torch.tensor([[7, -1]] * num_slots).to(DEVICE)
+    eos = torch.tensor([[*range(7, 6 + num_eos), -1]] * num_slots).to(DEVICE)
     pad = torch.full((num_slots,), -1, dtype=torch.int64).to(DEVICE)
     output, finished = _zeros(3, num_slots, dtype=torch.int64), _zeros(num_slots, dtype=torch.bool)
     tokens = torch.arange(num_rows, dtype=torch.int64).to(DEVICE)
@@ -398,3 +406,4 @@ def _advance(num_rows: int) -> None:
 
 for _count in (1, 33, 1030):
     _add(f"advance-{_count}", _advance, _count)
+_add("advance-many-ends", _advance, 5, 71)
