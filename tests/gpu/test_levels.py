@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 
 import torch_paged
@@ -32,8 +31,7 @@ def used_bytes() -> int:
     return total - free
 
 
-def test_500_calls_level_off_and_release_gives_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_500_calls_level_off_and_release_gives_all_back() -> None:
     subjects = [Subject(tier, "cuda") for tier in ("fused", "patched")]
     calls = draw_calls(40, seed=3)
     # A whole round and a restore: the context, the modules of all kernels, the workspaces and the
