@@ -1,4 +1,4 @@
-"""Parity over head_dim, group and kinds of attention: captured at short contexts, run at long ones.
+"""Parity over head_dim, group and kind of attention: captured at short contexts, run at long ones.
 
 The kinds go round, so that every head_dim and every group meets each of them.
 """
@@ -60,7 +60,7 @@ def make_config(head_dim: int, group: int, kind: str) -> PretrainedConfig:
         # One expert: a choice between two would turn on the last bit.
         experts = {"num_local_experts": 1, "num_experts_per_tok": 1}
         rope = {"rope_type": "default", "rope_theta": 10000.0}
-        fields |= {"sliding_window": WINDOW, "rope_parameters": rope}
+        fields |= {"sliding_window": WINDOW, "rope_parameters": rope, "intermediate_size": 64}
         return GptOssConfig(**fields, **experts)
     return LlamaConfig(**fields)
 
