@@ -1,8 +1,10 @@
 """Tests of this folder need a CUDA device; without one none of them is collected.
 
 On a GPU machine they must all run: a file that collects another number of tests than it is pinned
-to here fails, and so does a test that skips. Memory is measured in test_levels.py and
-test_memory.py, which must run alone; the other files may run in parallel (`-n 8`).
+to here fails, and so does a test that skips.
+
+test_parity.py, test_parity_grid.py and test_patched_types.py may run in parallel (`-n 8`). The
+others measure memory or wait for a busy device, and run alone. sanitize.py is a program.
 """
 
 import json
