@@ -97,6 +97,7 @@ class Stats:
         capture_seconds: time spent on capturing.
         fallbacks: reason -> number of calls that ran Hugging Face's code for it.
         recaptures: captures made again because parameters or the KV pool had moved.
+        not_captured: what runs without a graph although graphs are on -> why.
     """
 
     tokens: int = 0
@@ -110,6 +111,7 @@ class Stats:
     capture_seconds: float = 0.0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     recaptures: int = 0
+    not_captured: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         speed = "" if self.ms_per_step is None else f", {self.ms_per_step:.3f} ms a step"
@@ -122,7 +124,8 @@ class Stats:
             "graphs",
             [
                 f"{self.graphs:,} held, {format_bytes(self.graph_bytes)}, captured in "
-                f"{self.capture_seconds:.2f} s, {self.recaptures:,} captured again"
+                f"{self.capture_seconds:.2f} s, {self.recaptures:,} captured again",
+                *(f"none for {what}: {why}" for what, why in self.not_captured.items()),
             ],
         )
         fallbacks = [f"{count:,}x {reason}" for reason, count in self.fallbacks.items()]

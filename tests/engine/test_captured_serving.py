@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from serving_case import (  # noqa: E402
 class ReplayingGraphs:
     """Stands in for `GraphCache`: a replay runs the captured code, into a static output."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Collection[str] = ()) -> None:
+        self.refusals = dict.fromkeys(refused, "it reads its data back")
         self.code: dict[Hashable, Callable[[], Any]] = {}
         self.static: dict[Hashable, torch.Tensor] = {}
         self.num_replays = 0
@@ -35,14 +36,15 @@ class ReplayingGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self.code
 
-    def capture(self, key: Hashable, fn: Callable[[], Any], *, warmup: Any = None) -> None:
-        warmup()
-        self.code[key] = fn
-
-    def run(self, key: Hashable, fn: Callable[[], Any], *, warmup: Any = None) -> Any:
+    def prepare(
+        self, kind: str, key: Hashable, fn: Callable[[], Any], *, warmup: Any = None
+    ) -> bool:
+        if kind in self.refusals:
+            return False
         if key not in self.code:
-            self.capture(key, fn, warmup=warmup)
-        return self.replay(key)
+            warmup()
+            self.code[key] = fn
+        return True
 
     def replay(self, key: Hashable) -> Any:
         self.num_replays += 1
@@ -59,16 +61,13 @@ class ReplayingGraphs:
         self.static.clear()
 
 
-@pytest.mark.parametrize("buckets", [(1, 2, 4, 8), (8,), (3,), (1, 5)], ids=str)
-@pytest.mark.parametrize("budget", [5, 64])
-def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
-    """More rows than the largest bucket as well."""
+def serve(buckets: tuple[int, ...], budget: int, graphs: ReplayingGraphs) -> None:
+    """Two waves of more rows than the largest bucket, each held to its answer alone."""
     answers = Answers(small_model())
     kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.6}, {"suppress_tokens": [5, 6]}]
     engine = make_engine(small_model(), max_num_seqs=7, max_num_batched_tokens=budget, lag=2)
     with engine:
         core = core_of(engine)
-        graphs = ReplayingGraphs()
         made: dict[int, CapturedRunner] = {}
         eager = core.runner
 
@@ -94,6 +93,23 @@ def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
                 expected = answers(ids_of(3 + 4 * i, i), 3 + 3 * i, **kinds[i % 3])
                 if i in outputs:
                     assert outputs[i].token_ids == expected, (wave, i)
-        keys = {key[0] for key in graphs.code if isinstance(key, tuple)}
-        assert keys >= {"serve", "serve prefill"} and graphs.num_replays > 40
-        assert any(key[1] == "tail" for key in graphs.code if key[0] == "serve prefill")
+
+
+@pytest.mark.parametrize("buckets", [(1, 2, 4, 8), (8,), (3,), (1, 5)], ids=str)
+@pytest.mark.parametrize("budget", [5, 64])
+def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
+    graphs = ReplayingGraphs()
+    serve(buckets, budget, graphs)
+    keys = {key[0] for key in graphs.code if isinstance(key, tuple)}
+    assert keys >= {"serve", "serve prefill"} and graphs.num_replays > 40
+    assert any(key[1] == "tail" for key in graphs.code if key[0] == "serve prefill")
+
+
+KINDS = ["a decode step", "a prefill", "a prefill's end"]
+
+
+@pytest.mark.parametrize("refused", [*([kind] for kind in KINDS), KINDS], ids=str)
+def test_what_cannot_be_captured_is_launched_op_by_op(refused: list[str]) -> None:
+    graphs = ReplayingGraphs(refused)
+    serve((1, 2, 4), 64, graphs)
+    assert (graphs.num_replays == 0) == (refused == KINDS)

@@ -119,6 +119,32 @@ def test_failed_capture_evicts_nothing(cache):
     assert cache.keys() == ["a", "b", "c"]
 
 
+def test_a_kind_that_cannot_be_captured_is_not_tried_again(cache):
+    tries = []
+
+    def first():
+        tries.append("captured")
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    assert not cache.prepare("a step", "a", first, warmup=lambda: tries.append("warm"))
+    assert not cache.prepare("a step", "b", first, warmup=lambda: tries.append("warm"))
+    assert tries == ["warm", "captured"]
+    assert cache.refusals == {"a step": "operation not permitted when stream is capturing"}
+    assert cache.prepare("a prefill", "c", lambda: "out", warmup=lambda: None)
+    assert cache.replay("c") == "out"
+    assert cache.prepare("a prefill", "c", first)
+
+
+@pytest.mark.parametrize("where", ["warm-up", "memory"])
+def test_other_failures_are_the_callers(cache, where):
+    def fail():
+        raise torch.OutOfMemoryError("no memory") if where == "memory" else RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="no memory" if where == "memory" else "a bug"):
+        cache.prepare("a step", "a", fail, warmup=fail if where == "warm-up" else None)
+    assert cache.refusals == {} and "a" not in cache
+
+
 def test_dropped_keys_are_counted_as_recaptures(cache):
     for key in (1, 2, 3):
         cache.run(key, lambda: None)
@@ -452,6 +478,16 @@ def test_clear_returns_the_memory_to_the_device():
         cache.clear()
         assert torch.cuda.mem_get_info()[0] >= free - 4 * MIB
         assert cache.nbytes == 0 and cache.pool.num_graphs == 0
+
+
+@needs_cuda
+def test_a_step_that_reads_back_is_refused_and_the_rest_is_captured(cuda_cache):
+    x = torch.ones(4, device="cuda")
+    assert not cuda_cache.prepare("a step", "a", lambda: x * x.sum().item(), warmup=x.sum)
+    assert "captur" in cuda_cache.refusals["a step"]
+    check_device_is_usable(cuda_cache)
+    assert cuda_cache.prepare("another", "b", lambda: x + 1, warmup=lambda: x + 1)
+    assert torch.equal(cuda_cache.replay("b"), x + 1)
 
 
 @needs_cuda

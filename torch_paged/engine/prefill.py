@@ -60,13 +60,13 @@ class CapturedPrefill:
         static = self._static[size]
         _load(static, inputs)
         key = (self._name, *size)
-        if key not in self._graphs:
-            # The cache is written with the values that the replay writes again.
-            self._graphs.capture(
-                key,
-                lambda: self._step.prefill(static),
-                warmup=lambda: self._step.prefill(static),
-            )
+
+        def run() -> Tensor:
+            return self._step.prefill(static)
+
+        # The cache is written with the values that the replay writes again.
+        if not self._graphs.prepare("a prefill", key, run, warmup=run):
+            return self._step.prefill(inputs)
         logits = self._graphs.replay(key)
         assert logits is not None
         self._logits[size] = logits
@@ -88,14 +88,16 @@ class CapturedPrefill:
             return
         sampled, all_logits = self._sampled[size], static
         key = (self._name, "tail", *size, static.data_ptr(), tail_key)
+
+        def whole_tail() -> None:
+            tail(all_logits, sampled)
+
         if key not in self._graphs:
             # It appends tokens, so it warms up on padding rows alone.
             sampled.fill_(-1)
-
-            def whole_tail() -> None:
-                tail(all_logits, sampled)
-
-            self._graphs.capture(key, whole_tail, warmup=whole_tail)
+            if not self._graphs.prepare("a prefill's end", key, whole_tail, warmup=whole_tail):
+                tail(logits, slots)
+                return
         _put(sampled, slots, -1)
         self._graphs.replay(key)
 

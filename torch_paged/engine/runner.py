@@ -115,7 +115,8 @@ class CapturedRunner:
     """Replays a step as one CUDA graph per batch bucket, captured on first use.
 
     A sampler that must see exactly the live rows is a graph of its own, behind the one of the
-    forward; so is the joint sampler of a batch above the largest bucket.
+    forward; so is the joint sampler of a batch above the largest bucket. What cannot be captured
+    is launched op by op.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class CapturedRunner:
         self._step = step
         self._state = state
         self._graphs = graphs
+        self._eager = EagerRunner(step, state)
         self._buckets = tuple(buckets)
         with torch.inference_mode(False):
             # Slots of the bucket rows, read by the graphs; padding rows stay -1.
@@ -156,10 +158,9 @@ class CapturedRunner:
             state.advance(sampler(step.decode(slots)), slots)
 
         key = ("step", bucket, sampler.key)
-        if key not in self._graphs:
-            # Padding rows write nothing, so the warm-up of a step over them is harmless.
-            self._unload(bucket)
-            self._graphs.capture(key, whole_step, warmup=whole_step)
+        if not self._is_captured("a decode step", key, bucket, whole_step):
+            self._eager.decode(rows, sampler)
+            return
         self._load(bucket, rows.slots, rows.index)
         self._graphs.replay(key)
 
@@ -185,9 +186,9 @@ class CapturedRunner:
             tail(step.decode(static), static)
 
         key = ("serve", bucket, tail.key)
-        if key not in self._graphs:
-            self._unload(bucket)
-            self._graphs.capture(key, whole_step, warmup=whole_step)
+        if not self._is_captured("a decode step", key, bucket, whole_step):
+            tail(step.decode(index), index)
+            return
         self._load(bucket, slots, index)
         self._graphs.replay(key)
 
@@ -209,15 +210,24 @@ class CapturedRunner:
         assert bucket is not None
         static, step = self._static[bucket], self._step
         key = ("logits", bucket)
-        if key not in self._graphs:
-            self._unload(bucket)
-            self._graphs.capture(
-                key, lambda: step.decode(static), warmup=lambda: step.decode(static)
-            )
+        if not self._is_captured("a decode step", key, bucket, lambda: step.decode(static)):
+            return step.decode(index)
         self._load(bucket, slots, index)
         logits = self._graphs.replay(key)
         assert logits is not None
         return logits[: len(slots)]
+
+    def _is_captured(
+        self, kind: str, key: Hashable, bucket: int, step: Callable[[], Tensor | None]
+    ) -> bool:
+        """Have the graph of a step over the static slots of a bucket, if it can be had."""
+        if key in self._graphs:
+            return True
+        if kind in self._graphs.refusals:
+            return False
+        # Padding rows write nothing, so the warm-up of a step over them is harmless.
+        self._unload(bucket)
+        return self._graphs.prepare(kind, key, step, warmup=step)
 
     def _sample(self, logits: Tensor, rows: Rows, sampler: Sampler) -> None:
         """Sample and advance the live rows in a graph that reads the static logits."""
@@ -233,7 +243,11 @@ class CapturedRunner:
             state.advance(sampler(logits), slots)
 
         key = ("sample", num_rows, logits.data_ptr(), sampler.key)
-        self._graphs.run(key, sample, warmup=lambda: sampler(logits))
+        kind = "the choice of tokens"
+        if self._graphs.prepare(kind, key, sample, warmup=lambda: sampler(logits)):
+            self._graphs.replay(key)
+        else:
+            state.advance(sampler(logits), rows.index)
 
     def _exact_slots(self, rows: Rows) -> Tensor:
         """Return the static slots [num_rows] that sampling graphs of this many rows read."""

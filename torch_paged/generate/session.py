@@ -186,6 +186,7 @@ class Session:
             capture_seconds=0.0 if graphs is None else graphs.capture_seconds,
             fallbacks=dict(self.fallbacks),
             recaptures=0 if graphs is None else graphs.recaptures,
+            not_captured={} if graphs is None else dict(graphs.refusals),
         )
 
     def release(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from torch_paged.driver import new_stream
 from torch_paged.errors import TorchPagedError
+from torch_paged.log import warn_once
 
 Outputs = TypeVar("Outputs")
 
@@ -267,6 +268,7 @@ class GraphCache(Generic[Outputs]):
         num_captures: captures that succeeded, over the life of the cache.
         recaptures: those among them whose key had been captured before.
         capture_seconds: host time spent in warm-up and capture.
+        refusals: kind of work that could not be captured -> why (see `prepare`).
     """
 
     def __init__(self, pool: GraphPool, max_graphs: int = 64) -> None:
@@ -279,6 +281,7 @@ class GraphCache(Generic[Outputs]):
         self.capture_seconds = 0.0
         self._graphs: OrderedDict[Hashable, CapturedGraph[Outputs]] = OrderedDict()
         self._known: set[int] = set()  # hashes of the keys captured so far
+        self.refusals: dict[str, str] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -364,6 +367,47 @@ class GraphCache(Generic[Outputs]):
             self.recaptures += hash(key) in self._known
             self._known.add(hash(key))
             return entry
+
+    def prepare(
+        self,
+        kind: str,
+        key: Hashable,
+        fn: Callable[[], Outputs],
+        *,
+        warmup: Callable[[], object] | None = None,
+    ) -> bool:
+        """Have a graph under `key`; False where work of this kind cannot be captured.
+
+        A model may do in its step what no graph can hold, such as reading its own data on the
+        host. The first capture that fails so is the last of its kind, and `refusals` says why.
+
+        Raises:
+            BaseException: what `warmup` raised; torch.OutOfMemoryError of the capture.
+        """
+        if key in self._graphs:
+            return True
+        if kind in self.refusals:
+            return False
+        is_warm = False
+
+        def warm_up() -> None:
+            nonlocal is_warm
+            if warmup is not None:
+                warmup()
+            is_warm = True
+
+        try:
+            self.capture(key, fn, warmup=warm_up)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not is_warm:
+                raise
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            self.refusals[kind] = reason
+            warn_once(f"{kind} runs without a CUDA graph, which is slower: {reason}")
+            return False
+        return True
 
     def drop(self, predicate: Callable[[Hashable], bool] | None = None) -> int:
         """Destroy the graphs whose key satisfies `predicate` (None: all); return how many.

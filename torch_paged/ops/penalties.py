@@ -85,7 +85,7 @@ def _mark_seen_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + i, mask=i < num_tokens, other=-1).to(tl.int64)
     token = tl.load(tokens_ptr + i, mask=i < num_tokens, other=-1)
-    valid = (slot >= 0) & (token >= 0) & (token < num_words.to(tl.int64) * 32)
+    valid = (slot >= 0) & (token >= 0) & (token < num_words * 32)
     bit = tl.full([BLOCK], 1, tl.int32) << (token & 31).to(tl.int32)
     tl.atomic_or(seen_mask_ptr + slot * stride_ms + (token >> 5), bit, mask=valid, sem="relaxed")
 
