@@ -64,6 +64,7 @@ class DecodeCase:
         batch: int,
         context: int,
         cold_bytes: int = COLD_BYTES,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         device = self.device = default_device()
         self.heads, self.batch, self.context = heads, batch, context
@@ -77,7 +78,7 @@ class DecodeCase:
         self.v_cache = torch.randn(shape, device=device, dtype=BF16)
         order = torch.randperm(num_blocks, device=device).int().view(self.num_layers, batch, used)
         self.tables = torch.zeros(
-            self.num_layers, batch, MAX_TOKENS // BLOCK_SIZE, dtype=torch.int32, device=device
+            self.num_layers, batch, max_tokens // BLOCK_SIZE, dtype=torch.int32, device=device
         )
         self.tables[:, :, :used] = order
         self.slots = torch.randperm(batch, device=device).int()
@@ -86,8 +87,8 @@ class DecodeCase:
         projection = torch.randn(
             batch, (num_heads + 2 * num_kv_heads) * dim, device=device, dtype=BF16
         )
-        parts = (num_heads, num_kv_heads, num_kv_heads)
-        self.query, self.key, self.value = projection.view(batch, -1, dim).split(parts, dim=1)
+        self.projection = projection
+        self.query, self.key, self.value = self._split(projection)
         angle = torch.rand(batch, dim // 2, device=device) * 6
         self.cos, self.sin = angle.cos(), angle.sin()
         # Qwen3 has q/k norms, the Llamas have not.
@@ -96,15 +97,26 @@ class DecodeCase:
             gains = torch.rand(2, dim, device=device, dtype=BF16) + 0.5
             self.norm = {"q_norm": gains[0], "k_norm": gains[1], "eps": 1e-6}
 
-    def run(self, layer: int, config: DecodeConfig | None = None) -> Tensor:
-        """Launch one layer, by the op itself unless a configuration is given."""
+    def _split(self, projection: Tensor) -> tuple[Tensor, ...]:
+        num_heads, num_kv_heads, dim = self.heads
+        parts = (num_heads, num_kv_heads, num_kv_heads)
+        return projection.view(self.batch, -1, dim).split(parts, dim=1)
+
+    def run(
+        self, layer: int, config: DecodeConfig | None = None, projection: Tensor | None = None
+    ) -> Tensor:
+        """Launch one layer, by the op itself unless a configuration is given.
+
+        `projection` [batch, (heads + 2 kv_heads) * head_dim] takes the place of the case's own.
+        """
+        query, key, value = self._split(self.projection if projection is None else projection)
         launch: Callable[..., Tensor] = torch.ops.torch_paged.fused_decode_attention.default
         if config is not None:
             launch = partial(_launch_fused_decode_attention, config=config)
         return launch(
-            self.query,
-            self.key,
-            self.value,
+            query,
+            key,
+            value,
             self.cos,
             self.sin,
             self.k_cache,

@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,13 @@ def time_chain(
     sets: dict[str, list[list[Tensor]]],
     configs: dict[str, Config],
     replays: int = 20,
+    attention: Callable[[int, Tensor], Tensor] | None = None,
 ) -> float:
-    """Return milliseconds of one pass over all layers of a model, attention left out."""
+    """Return milliseconds of one pass over all layers of a model.
+
+    `attention` makes the heads of a layer from what its projections give; without it attention is
+    left out.
+    """
     qkv, o, gate_up, down = model.layers
     options = {layer.name: layer.options(num_tokens) for layer in (*model.layers, model.head)}
     hidden = torch.randn(num_tokens, qkv.in_features, dtype=BF16, device=DEVICE)
@@ -135,7 +140,11 @@ def time_chain(
     def run() -> None:
         x = hidden
         for index in range(model.num_layers):
-            heads = step(qkv, index, x)[:, : o.in_features]
+            projected = step(qkv, index, x)
+            if attention is None:
+                heads = projected[:, : o.in_features]
+            else:
+                heads = attention(index, projected).flatten(1)
             x = step(o, index, heads, x)
             x = step(down, index, step(gate_up, index, x), x)
         step(model.head, 0, x)

@@ -44,11 +44,14 @@ def _decode(
     """Return a row for each configuration in config.py, cut as decode_launch.py cuts it."""
     rows = []
     for name, capabilities, tile_bytes, warps, stages, prefetch in (
+        ("short", (90, 100), 65536, 8, 1, 0),
         ("few", (90, 100), 32768, 8, 3, 256),
         ("many", (90, 100), 32768, 8, 2, 0),
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
+        if name == "short" and (element_size == 4 or heads[2] > 192):
+            continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
         power = 1 << (group - 1).bit_length()
@@ -85,7 +88,7 @@ def _decode(
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
-            "EARLY": name == "few",
+            "EARLY": name == "short" and constants.get("FUSED", True),
             "PREFETCH": prefetch,
             "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),
             "V_LINES": 1 << (max(v * element_size // 128, 1).bit_length() - 1),

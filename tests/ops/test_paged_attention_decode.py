@@ -74,7 +74,7 @@ def _check_decode(
     query = torch.randn(len(lengths), num_heads, head_dim, dtype=dtype, device=DEVICE)
     counters = _counters(len(lengths), num_kv_heads)
     indices = (pool.block_table, pool.slots, pool.context_lens, counters, scale)
-    config = config or decode_config(query.device, len(lengths) * num_kv_heads)
+    config = config or decode_config(query, len(lengths) * num_kv_heads, max(lengths))
     configs = [config, dataclasses.replace(config, early_tile=not config.early_tile)]
     outputs = []
     for run, config in (*(("kernel", c) for c in configs[: 1 + fused]), ("reference", None)):

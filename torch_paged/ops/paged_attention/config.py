@@ -27,10 +27,14 @@ class DecodeConfig:
 
 # With fewer programs than SMs, one program an SM hides latency by itself: deep loads, and the
 # first tokens asked for while the predecessor runs. With more, programs hide each other's.
-_FEW_PROGRAMS = DecodeConfig(
-    tile_bytes=32768, programs_per_sm=1, num_warps=8, early_tile=True, prefetch_tokens=256
-)
+_FEW_PROGRAMS = DecodeConfig(tile_bytes=32768, programs_per_sm=1, num_warps=8, prefetch_tokens=256)
 _MANY_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2)
+# Where a program has a tile or two, it keeps them in registers: that leaves the SMs' memory to
+# the L1 of the kernels around it, whose loads live there.
+_FEW_SHORT_PROGRAMS = DecodeConfig(
+    tile_bytes=65536, programs_per_sm=1, num_warps=8, num_stages=1, early_tile=True
+)
+_SHORT_TOKENS = 4096
 _SMALL_SHARED_MEMORY = DecodeConfig(num_stages=2)
 _NO_ASYNC_COPIES = DecodeConfig(tile_bytes=4096, num_stages=1)
 # Small, so that small tests under the interpreter reach several splits.
@@ -60,13 +64,22 @@ def sm_count(device: torch.device) -> int:
     return _cuda_sm_count(device.index or 0) if device.type == "cuda" else _INTERPRETED_SMS
 
 
-def decode_config(device: torch.device, num_programs: int) -> DecodeConfig:
-    """Return the decode configuration for `device` and a grid of rows times KV heads."""
+def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> DecodeConfig:
+    """Return the decode configuration for a device and dtype and a grid of rows times KV heads.
+
+    `max_tokens` is what the longest row may ever have: the width of the block table, or less.
+    """
+    device = query.device
     if device.type != "cuda":
         return _INTERPRETED
     major, _ = device_capability(device.index or 0)
     if major in (9, 10):
-        return _FEW_PROGRAMS if num_programs <= sm_count(device) else _MANY_PROGRAMS
+        if num_programs > sm_count(device):
+            return _MANY_PROGRAMS
+        # Exact float32 products, and wide heads, leave no registers for a tile.
+        narrow = query.element_size() == 2 and query.shape[-1] <= 192
+        short = max_tokens <= _SHORT_TOKENS and narrow
+        return _FEW_SHORT_PROGRAMS if short else _FEW_PROGRAMS
     return _NO_ASYNC_COPIES if major < 8 else _SMALL_SHARED_MEMORY
 
 

@@ -52,7 +52,8 @@ def _launch_fused_decode_attention(
     out = torch.empty((num_rows, num_heads, v_dim), dtype=query.dtype, device=query.device)
     if num_rows == 0:
         return out
-    config = config or decode_config(query.device, num_rows * num_kv_heads)
+    max_tokens = block_table.shape[1] * block_size
+    config = config or decode_config(query, num_rows * num_kv_heads, max_tokens)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_dim))
     block_m = max(16, triton.next_power_of_2(group))
@@ -65,7 +66,6 @@ def _launch_fused_decode_attention(
     # Scores and their sums take block_m * tile registers each.
     tile = min(tile, 512 * num_warps // block_m)
     tile = max(tile, block_size, 16)
-    max_tokens = block_table.shape[1] * block_size
     reach = min(max_tokens, window + tile) if window > 0 else max_tokens
     splits = num_splits(num_rows * num_kv_heads, reach, sm_count(query.device), config)
     scratch = splits * num_rows * num_heads if splits > 1 else 0
@@ -140,8 +140,7 @@ def _launch_fused_decode_attention(
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
         PRECISION=dot_precision(),
-        # Exact float32 products leave no registers for a tile.
-        EARLY=fused and config.early_tile and (query.element_size() == 2 or not query.is_cuda),
+        EARLY=fused and config.early_tile,
         PREFETCH=config.prefetch_tokens if pdl else 0,
         K_LINES=_cache_lines(head_dim * query.element_size()),
         V_LINES=_cache_lines(v_dim * query.element_size()),
