@@ -237,7 +237,9 @@ class _PlainStorage:
                     rows = min(num_blocks, old.shape[0])
                     new[:rows].copy_(old[:rows])
                     self._tensors[i] = new
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_lack_of_memory(error):
+                raise
             raise OutOfBlocks(f"no memory for {num_blocks} KV blocks: {error}") from error
         return num_blocks
 
@@ -246,6 +248,13 @@ class _PlainStorage:
 
     def release(self) -> None:
         self._tensors = [tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._tensors]
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Tell what an allocator says, on the host only in words, from other failures."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "allocate memory" in str(error) or "Storage size calculation overflowed" in str(error)
 
 
 class _MappedStorage:

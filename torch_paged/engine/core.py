@@ -20,7 +20,7 @@ from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
 from torch_paged.engine.sampling_state import SamplingState
 from torch_paged.engine.slot_pool import SlotPool
-from torch_paged.errors import TorchPagedError
+from torch_paged.errors import OutOfBlocks, TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache, GraphPool
 
@@ -184,7 +184,7 @@ class EngineCore:
         for target in (wanted, least):
             try:
                 pool.grow(target)
-            except (RuntimeError, ValueError) as error:  # our limit, or the device's
+            except OutOfBlocks as error:  # our limit, or the device's
                 logger.debug("cannot grow the KV pool to %d blocks: %s", target, error)
                 continue
             self.allocator.grow(pool.num_blocks)
@@ -242,6 +242,7 @@ class EngineCore:
         self._slots = SlotPool(0)
         self._runner = None
         self._bound = _UNBOUND
+        self._moves_in_a_row = 0
         self.step.unbind()
 
     def ensure_columns(self, num_tokens: int) -> None:
