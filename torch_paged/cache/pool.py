@@ -238,7 +238,7 @@ class _PlainStorage:
                     new[:rows].copy_(old[:rows])
                     self._tensors[i] = new
         except (RuntimeError, MemoryError) as error:
-            if not _is_lack_of_memory(error):
+            if not is_lack_of_memory(error):
                 raise
             raise OutOfBlocks(f"no memory for {num_blocks} KV blocks: {error}") from error
         return num_blocks
@@ -250,7 +250,7 @@ class _PlainStorage:
         self._tensors = [tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._tensors]
 
 
-def _is_lack_of_memory(error: Exception) -> bool:
+def is_lack_of_memory(error: Exception) -> bool:
     """Tell what an allocator says, on the host only in words, from other failures."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -344,4 +344,4 @@ def _with_index(device: torch.device) -> torch.device:
     return device
 
 
-__all__ = ["KVPool", "LayerShape"]
+__all__ = ["KVPool", "LayerShape", "is_lack_of_memory"]

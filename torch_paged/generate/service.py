@@ -21,9 +21,10 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.registry import find_session
-from torch_paged.generate.request_params import Merge, RememberedMerge, prompt_list, resolve_params
+from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
+from torch_paged.generate.values import hashable, prompt_list
 from torch_paged.log import logger
 from torch_paged.patches import seams
 
@@ -168,6 +169,7 @@ class Service:
         """
         session = self.session()
         ids = prompt_list(prompt_ids, self.target)
+        hashable("request_id", request_id)
         params = resolve_params(
             self.target,
             len(ids),

@@ -64,7 +64,7 @@ class Engine:
         """Put a request in line and return its id.
 
         Args:
-            prompt_ids: token ids, as a list or a tensor [num_tokens] or [1, num_tokens].
+            prompt_ids: token ids, as a list, or a tensor or array [num_tokens] or [1, num_tokens].
             generation_config: as for `generate()`; fields that nobody set come from the model's.
             request_id: None draws one. With ``num_return_sequences=n`` the first sequence has this
                 id, the others ``f"{request_id}__child#{i}"`` for i from 0 to n - 2.
