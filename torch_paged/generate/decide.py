@@ -167,9 +167,10 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         if why := past_reasons(cache, shapes, rows, width, total, has_window):
             return why
         width = past + width if total == past + width else width
-    if mask is not None and mask.shape[1] != width:
-        # First: generate() makes the positions from the mask, and they are wrong as well then.
-        longer = mask.shape[1] > width
+    # First: generate() makes the positions from the mask, and they are wrong as well then.
+    given = seams.dropped_mask_width(call.generation_config) if mask is None else mask.shape[1]
+    if given not in (None, width):
+        longer = given > width
         return [f"the attention mask is {'longer' if longer else 'shorter'} than the prompt"]
     if positions is not None:
         too_short = positions.dim() != 2 or positions.shape[1] < width - past
