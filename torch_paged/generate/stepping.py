@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -25,17 +24,20 @@ class Mailbox:
 
     def __init__(self, *, tokens: bool) -> None:
         self.tokens = tokens
-        self.outputs: deque[RequestOutput] = deque()
+        self._lock = threading.Lock()
+        self._outputs: list[RequestOutput] = []
 
     def put(self, outputs: Iterable[RequestOutput]) -> None:
         """Deliver outputs."""
-        self.outputs.extend(out for out in outputs if self.tokens or out.finished)
+        if not self.tokens:
+            outputs = [out for out in outputs if out.finished]
+        with self._lock:
+            self._outputs += outputs
 
     def drain(self) -> list[RequestOutput]:
         """Take what is there."""
-        taken = []
-        while self.outputs:
-            taken.append(self.outputs.popleft())
+        with self._lock:
+            taken, self._outputs = self._outputs, []
         return taken
 
 
