@@ -547,6 +547,40 @@ def test_more_steps_than_the_log_holds() -> None:
     assert len(tokens) == 1300 and tokens == streamed
 
 
+@pytest.mark.parametrize(("num_blocks", "ahead"), [(400, True), (60, False)])
+def test_rows_get_blocks_ahead_only_where_there_are_plenty(
+    answers: Answers, num_blocks: int, ahead: bool
+) -> None:
+    lengths = (5, 9, 16, 17, 20, 31)
+    with make_engine(small_model(), num_blocks=num_blocks, block_size=8, lag=2) as engine:
+        core = core_of(engine)
+        core.make_room(num_blocks - core.num_blocks)
+        # Busy before, so that the rows come in the middle of what is done every 64 steps.
+        engine.add_request(ids_of(3, 3), max_new_tokens=40)
+        engine.run()
+        for n in lengths:
+            engine.add_request(ids_of(n, n), max_new_tokens=60, request_id=n)
+        most_spare, outputs = 0, {}
+        while not engine.is_idle:
+            for out in engine.step():
+                outputs[out.request_id] = out
+            needed = sum(-(-tokens // 8) for tokens in row_tokens(engine))
+            most_spare = max(most_spare, core.allocator.num_live - needed)
+            engine.check_integrity()
+        assert_all_free(engine)
+    assert (most_spare > 2 * len(lengths)) is ahead
+    for n in lengths:
+        assert outputs[n].token_ids == answers(ids_of(n, n), 60)
+
+
+def row_tokens(engine: Any) -> list[int]:
+    """Tokens in the cache of each running row, after all steps launched so far."""
+    serving = engine._service.engine
+    scheduler = serving._scheduler
+    requests = [job.request for job in serving._ledger.jobs.values()]
+    return [scheduler.num_computed_tokens(r) for r in requests if r.slot is not None]
+
+
 def test_a_closed_engine_cancels_what_is_left_and_refuses_more() -> None:
     model = copy.deepcopy(small_model())
     called = []

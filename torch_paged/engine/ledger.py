@@ -127,10 +127,20 @@ class Ledger:
 
     def flush(self) -> None:
         """Read the tokens of all rows, before the log comes round to them."""
-        for job in self.active.values():
-            self.learn(job.request)
-        if self._log is not None:
-            self._next_flush = self.known + self._log.num_steps // 2
+        log, known = self._log, self.known
+        if log is None:
+            return
+        rows = [job.row for job in self.active.values() if job.row is not None]
+        plain = [row for row in rows if row.is_plain and row.next_step <= known]
+        if plain:
+            first = min(row.next_step for row in plain)
+            columns = log.columns([row.slot for row in plain], first, known)
+            for row, tokens in zip(plain, columns, strict=True):
+                row.output_ids += tokens[row.next_step - first :]
+                row.next_step = known + 1
+        for row in rows:
+            self._learn(row, known)
+        self._next_flush = known + log.num_steps // 2
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job because of an exception."""

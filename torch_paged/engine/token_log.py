@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,15 @@ class TokenLog:
     def tokens(self, slot: int, first: int, last: int) -> list[int]:
         """Return the tokens of a row from step `first` to step `last`."""
         return cast("list[int]", self._column(self._tokens, slot, first, last))
+
+    def columns(self, slots: Sequence[int], first: int, last: int) -> list[list[int]]:
+        """Return what `tokens` does for each of several slots."""
+        start, stop = first % self.num_steps, last % self.num_steps + 1
+        if start < stop:
+            return cast("list[list[int]]", self._tokens[start:stop].take(slots, 1).T.tolist())
+        head = self._tokens[start:].take(slots, 1).T.tolist()
+        tail = self._tokens[:stop].take(slots, 1).T.tolist()
+        return [old + new for old, new in zip(head, tail, strict=True)]
 
     def all_tokens(self, step: int) -> list[int]:
         """Return the token of every slot in one step."""
