@@ -254,7 +254,8 @@ def is_lack_of_memory(error: Exception) -> bool:
     """Tell what an allocator says, on the host only in words, from other failures."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return "allocate memory" in str(error) or "Storage size calculation overflowed" in str(error)
+    told = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
+    return any(words in str(error) for words in told)
 
 
 class _MappedStorage:

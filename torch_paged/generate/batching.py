@@ -79,13 +79,13 @@ def generate_batch(
     session = find_session(self)
     if session is None:
         return original()
-    inputs = batch_list(inputs, self)
-    if not inputs:
-        return {}
     overrides = _known(self, kwargs)
     reasons = _reasons(self, session, generation_config, overrides)
     if reasons:
         return fall_back(session, reasons, original)
+    inputs = batch_list(inputs, self)
+    if not inputs:
+        return {}
     manager = _manager(self, generation_config, continuous_batching_config)
     try:
         return _run(manager, inputs, overrides, record_timestamps, progress_bar)

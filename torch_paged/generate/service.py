@@ -331,18 +331,22 @@ class Service:
 
     def _advance_alone(self) -> None:
         """Take a step that must not raise: nobody is there to catch it."""
+        lock = self._model_lock()
+        # Whoever holds the model may be waiting for this thread to end.
+        if not lock.acquire(timeout=_PATIENCE):
+            return
         try:
-            lock = self.session().lock
-            # Whoever holds the model may be waiting for this thread to end.
-            if lock.acquire(timeout=_PATIENCE):
-                try:
-                    self.advance(tokens=False)
-                finally:
-                    lock.release()
+            self.advance(tokens=False)
         except Exception as error:
             if not self._closed:
                 logger.exception("a step of the engine failed")
                 self._end_all("error", f"{type(error).__name__}: {error}")
+        finally:
+            lock.release()
+
+    def _model_lock(self) -> threading.RLock:
+        session = find_session(self.target)
+        return self._lock if session is None else session.lock
 
     def _empty_inbox(self, engine: ServingEngine) -> None:
         while self._inbox:
@@ -369,8 +373,7 @@ class Service:
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         """End every request for one reason."""
-        session = find_session(self.target)
-        with self._lock if session is None else session.lock:
+        with self._model_lock():
             with self._mutex:
                 waiting = [item for item in self._inbox if isinstance(item, Job)]
                 self._inbox.clear()
