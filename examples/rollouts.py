@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from quickstart import QUESTIONS, encode, load, packaged_model
+from loading import add_model_arguments, find_device, load, packaged_model
+from quickstart import QUESTIONS, encode
 
 import torch_paged
 
@@ -54,8 +54,6 @@ class Rollout:
 def main() -> int:
     """Train for a few steps; return 1 if float32 log-probabilities part, which they must not."""
     options = parse_arguments()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(options.seed)
     model, tokenizer = load(options.model or packaged_model(), options.device, options.dtype)
     torch_paged.accelerate(model)
@@ -85,9 +83,10 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; `device` and `dtype` come back as torch objects."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="folder, .gguf file or hub id (default: SmolLM2-135M)")
-    parser.add_argument("--device", help="e.g. cpu, cuda:1 (default: the GPU if there is one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=2, help=f"at most {len(QUESTIONS)}")
@@ -99,9 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.group < 2 or not 1 <= options.prompts <= len(QUESTIONS):
         parser.error(f"--group must be at least 2, --prompts 1 to {len(QUESTIONS)}")
-    options.device = torch.device(
-        options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    options.device = find_device(options.device)
     options.dtype = getattr(torch, options.dtype)
     return options
 

@@ -22,7 +22,7 @@ import torch_paged
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "batch_eval.py"
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(SCRIPT.parent)]
 
 from models import byte_tokenizer  # noqa: E402
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from typing import Any
 
@@ -65,10 +66,14 @@ def test_valid_value_is_kept(fields: dict[str, Any]) -> None:
 # (fields, exception, what the message must say: the field, what was got, the remedy)
 INVALID = [
     ({"block_size": 24}, ValueError, ["block_size", "8, 16 or 32", "24", "16 is the default"]),
-    ({"block_size": 16.0}, TypeError, ["block_size", "integer", "16.0", "float", "pass"]),
+    ({"block_size": 16.0}, TypeError, ["block_size", "integer", "16.0", "float", "=16"]),
+    ({"block_size": "16"}, TypeError, ["8, 16 or 32", "'16'", "str", "pass block_size=16"]),
+    ({"block_size": "big"}, TypeError, ["8, 16 or 32", "'big'", "pass block_size=16"]),
     ({"block_size": True}, TypeError, ["block_size", "integer", "True", "bool"]),
     ({"max_num_seqs": 0}, ValueError, ["max_num_seqs", "at least 1", "got 0", "256"]),
-    ({"max_num_seqs": "8"}, TypeError, ["max_num_seqs", "integer", "'8'", "str"]),
+    ({"max_num_seqs": "8"}, TypeError, ["max_num_seqs", "integer", "'8'", "str", "seqs=8"]),
+    ({"max_num_seqs": 10**9}, ValueError, ["max_num_seqs", "at most 65536", "1000000000", "256"]),
+    ({"max_model_len": 10**12}, ValueError, ["max_model_len", "at most 16777216", "None"]),
     ({"max_num_batched_tokens": -1}, ValueError, ["max_num_batched_tokens", "at least 1", "-1"]),
     ({"max_model_len": 0}, ValueError, ["max_model_len", "at least 1", "got 0"]),
     ({"kv_cache_memory": 1}, ValueError, ["kv_cache_memory", "1048576", "got 1", "1.0"]),
@@ -76,7 +81,12 @@ INVALID = [
     ({"kv_cache_memory": 1.5}, ValueError, ["kv_cache_memory", "(0, 1]", "1.5", "int"]),
     ({"kv_cache_memory": 0.0}, ValueError, ["kv_cache_memory", "(0, 1]", "0.0"]),
     ({"kv_cache_memory": float("nan")}, ValueError, ["kv_cache_memory", "(0, 1]", "nan"]),
-    ({"kv_cache_memory": "4GiB"}, TypeError, ["kv_cache_memory", "'4GiB'", "str"]),
+    (
+        {"kv_cache_memory": "1GB"},
+        TypeError,
+        ["bytes as an int, or a fraction as a float", "'1GB'", "str", "4 << 30 for 4 GiB"],
+    ),
+    ({"kv_cache_memory": True}, TypeError, ["bytes as an int", "True", "bool", "4 << 30"]),
     ({"gpu_memory_utilization": 90}, ValueError, ["gpu_memory_utilization", "(0, 1]", "90"]),
     ({"gpu_memory_utilization": None}, TypeError, ["gpu_memory_utilization", "(0, 1]", "None"]),
     ({"batch_buckets": 8}, TypeError, ["batch_buckets", "batch sizes", "8", "(1, 2, 4, 8)"]),
@@ -172,3 +182,29 @@ def test_replace_rejects_unknown_name_with_the_nearest(name: str, nearest: str) 
 def test_replace_lists_the_fields_when_nothing_is_near() -> None:
     with pytest.raises(TypeError, match="no field 'zzz'.*block_size, max_num_seqs.*lag"):
         Config().replace(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("max_num_seq", "did you mean max_num_seqs"),
+        ("gpu_memory_utilisation", "did you mean gpu_memory_utilization"),
+        ("zzz", "Its fields are block_size, max_num_seqs"),
+    ],
+)
+def test_a_misspelt_field_is_told_its_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(TypeError, match=f"Config has no field '{name}'") as raised:
+        Config(**{name: 1})
+    assert nearest in str(raised.value)
+
+
+def test_values_without_a_name_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        TypeError, match=r"by name, got \(16,\); pass e.g. Config\(block_size=16\)"
+    ):
+        Config(16)  # type: ignore[misc]
+
+
+def test_the_signature_names_the_fields() -> None:
+    names = list(inspect.signature(Config).parameters)
+    assert names == [field.name for field in dataclasses.fields(Config)]

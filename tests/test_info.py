@@ -102,6 +102,27 @@ def test_module_runs_as_a_program() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, torch_paged.__version__)
 
 
+@pytest.mark.parametrize(
+    ("called", "usage"),
+    [
+        ("/venv/bin/torch-paged", "usage: torch-paged "),
+        ("C:/venv/Scripts/torch-paged.exe", "usage: torch-paged "),
+        ("/somewhere/torch_paged/__main__.py", "usage: python -m torch_paged "),
+    ],
+)
+def test_usage_is_as_it_was_called(
+    called: str,
+    usage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    for arguments in (["--help"], ["info", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().out.startswith(usage)
+
+
 def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main([])

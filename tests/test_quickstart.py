@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart.py"
+sys.path.append(str(SCRIPT.parent))
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(chr(code) for code in range(32, 127))]
 
 

@@ -1,9 +1,11 @@
-"""Command line: ``python -m torch_paged info [--report]``."""
+"""Command line: ``python -m torch_paged info [--report]``, or ``torch-paged info``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_paged import environment
 from torch_paged._version import __version__
@@ -11,8 +13,10 @@ from torch_paged._version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    # As it was called: by the installed script, or as a module.
+    script = Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(
-        prog="python -m torch_paged",
+        prog=script if script == "torch-paged" else "python -m torch_paged",
         description="Look at torch_paged and at what it runs on.",
     )
     parser.add_argument("--version", action="version", version=__version__)

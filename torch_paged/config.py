@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, SupportsIndex, TypeGuard
 
 _BLOCK_SIZES = (8, 16, 32)
 _CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ON_UNSUPPORTED = ("fallback", "raise")
 _MIN_CACHE_BYTES = 1 << 20
 _MAX_LAG = 64
+# Each sequence has a row in the tensors of the state, of some 10 KB and its block table.
+_MAX_NUM_SEQS = 1 << 16
+_MAX_MODEL_LEN = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +26,15 @@ class Config:
 
     Attributes:
         block_size: tokens in one block of the KV cache: 8, 16 or 32.
-        max_num_seqs: sequences that decode together; further ones wait for a slot.
+        max_num_seqs: sequences that decode together, at most 65536; further ones wait for a slot.
         max_num_batched_tokens: prompt tokens in one prefill step; longer prompts are cut up.
-        max_model_len: longest sequence of an `Engine`, prompt included; None takes the model's own
-            limit. `generate()` keeps the limits of its own arguments.
-        kv_cache_memory: limit of the KV cache: bytes (int), or a fraction of the device's memory
-            (float in (0, 1]); None leaves `gpu_memory_utilization` as the only limit.
-        gpu_memory_utilization: the KV cache stops growing when this fraction of the device's
-            memory is in use, by anyone.
+        max_model_len: longest sequence of an `Engine`, prompt included, at most 16777216; None
+            takes the model's own limit. `generate()` keeps the limits of its own arguments.
+        kv_cache_memory: limit of the KV cache: bytes (int), or a fraction (float in (0, 1]) of the
+            GPU's memory, on a CPU of the memory available when the cache is made; None leaves
+            `gpu_memory_utilization` as the only limit.
+        gpu_memory_utilization: the KV cache stops growing when this fraction of the GPU's memory
+            is in use, by anyone. Without a GPU it has no effect.
         batch_buckets: batch sizes for which a step is captured, increasing, e.g. ``(1, 2, 4, 8)``;
             a batch runs in the next larger one. None: a built-in ladder up to `max_num_seqs`.
         cuda_graphs: replay decode steps as CUDA graphs; off, the same steps are launched one
@@ -61,13 +66,13 @@ class Config:
     lag: int = 4
 
     def __post_init__(self) -> None:
-        self._set("block_size", _integer("block_size", self.block_size, minimum=1))
-        if self.block_size not in _BLOCK_SIZES:
-            raise _value_error("block_size", "8, 16 or 32", self.block_size, "16 is the default")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            self._set(name, _integer(name, getattr(self, name), minimum=1))
+        self._set("block_size", _block_size(self.block_size))
+        self._set("max_num_seqs", _count("max_num_seqs", self.max_num_seqs, _MAX_NUM_SEQS))
+        self._set(
+            "max_num_batched_tokens", _count("max_num_batched_tokens", self.max_num_batched_tokens)
+        )
         if self.max_model_len is not None:
-            self._set("max_model_len", _integer("max_model_len", self.max_model_len, minimum=1))
+            self._set("max_model_len", _count("max_model_len", self.max_model_len, _MAX_MODEL_LEN))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, minimum=0, maximum=(1 << 64) - 1))
         self._set("lag", _integer("lag", self.lag, minimum=0, maximum=_MAX_LAG))
@@ -90,18 +95,39 @@ class Config:
         Raises:
             TypeError: a name is not a field of `Config`; the message has the nearest names.
         """
-        names = [field.name for field in dataclasses.fields(self)]
-        for name in overrides:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-                hint = f"did you mean {' or '.join(close)}?" if close else "see help(Config)"
-                raise TypeError(
-                    f"Config has no field {name!r}; {hint} Its fields are {', '.join(names)}"
-                )
+        _check_names(overrides)
         return dataclasses.replace(self, **overrides)  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _check_names(given: Iterable[str]) -> None:
+    names = [field.name for field in dataclasses.fields(Config)]
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see help(Config)."
+            raise TypeError(
+                f"Config has no field {name!r}; {hint} Its fields are {', '.join(names)}"
+            )
+
+
+_set_fields = Config.__init__
+
+
+@functools.wraps(_set_fields)
+def _set_known_fields(self: Config, *args: object, **fields: object) -> None:
+    """Say which field is nearest, which the constructor of a dataclass does not."""
+    if args:
+        raise TypeError(
+            f"Config takes its fields by name, got {args!r}; pass e.g. Config(block_size=16)"
+        )
+    _check_names(fields)
+    _set_fields(self, **fields)  # type: ignore[arg-type]
+
+
+Config.__init__ = _set_known_fields  # type: ignore[method-assign]
 
 
 def _value_error(name: str, expected: str, got: object, remedy: str) -> ValueError:
@@ -114,14 +140,51 @@ def _type_error(name: str, expected: str, got: object, remedy: str) -> TypeError
     )
 
 
+def _default(name: str) -> object:
+    return Config.__dataclass_fields__[name].default
+
+
+def _is_integer(value: object) -> TypeGuard[SupportsIndex]:
+    return not isinstance(value, bool) and hasattr(type(value), "__index__")
+
+
 def _integer(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise _type_error(name, "an integer", value, f"pass e.g. {name}={max(minimum, 4)}")
-    number = operator.index(value)  # type: ignore[arg-type]
+    if not _is_integer(value):
+        example = _as_number(value)
+        if example is None or example < minimum or (maximum is not None and example > maximum):
+            default = _default(name)
+            example = default if isinstance(default, int) else max(minimum, 4)
+        raise _type_error(name, "an integer", value, f"pass e.g. {name}={example}")
+    number = operator.index(value)
     if number < minimum or (maximum is not None and number > maximum):
         upper = "" if maximum is None else f" and at most {maximum}"
-        default = Config.__dataclass_fields__[name].default
-        raise _value_error(name, f"at least {minimum}{upper}", number, f"the default is {default}")
+        remedy = f"the default is {_default(name)}"
+        raise _value_error(name, f"at least {minimum}{upper}", number, remedy)
+    return number
+
+
+def _as_number(value: object) -> int | None:
+    """Return the integer that somebody may have meant."""
+    try:
+        return int(float(value)) if isinstance(value, (str, float)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _count(name: str, value: object, maximum: int | None = None) -> int:
+    return _integer(name, value, minimum=1, maximum=maximum)
+
+
+def _block_size(value: object) -> int:
+    if not _is_integer(value):
+        meant = _as_number(value)
+        size = meant if meant in _BLOCK_SIZES else _default("block_size")
+        raise _type_error(
+            "block_size", "an integer, 8, 16 or 32", value, f"pass block_size={size}"
+        )
+    number = operator.index(value)
+    if number not in _BLOCK_SIZES:
+        raise _value_error("block_size", "8, 16 or 32", number, "16 is the default")
     return number
 
 
@@ -138,14 +201,14 @@ def _cache_limit(value: object) -> int | float | None:
         return None
     if isinstance(value, float):
         return _fraction("kv_cache_memory", value, "a number of bytes must be an int")
-    number = _integer("kv_cache_memory", value, minimum=0)
+    remedy = "write 1.0 for all of the memory, 4 << 30 for 4 GiB"
+    if not _is_integer(value):
+        expected = "bytes as an int, or a fraction as a float"
+        raise _type_error("kv_cache_memory", expected, value, remedy)
+    number = operator.index(value)
     if number < _MIN_CACHE_BYTES:
-        raise _value_error(
-            "kv_cache_memory",
-            f"at least {_MIN_CACHE_BYTES} bytes as an int, or a fraction as a float",
-            number,
-            "write 1.0 for all of the memory, 4 << 30 for 4 GiB",
-        )
+        expected = f"at least {_MIN_CACHE_BYTES} bytes as an int, or a fraction as a float"
+        raise _value_error("kv_cache_memory", expected, number, remedy)
     return number
 
 

@@ -38,4 +38,11 @@ def warn_once(message: str) -> None:
     logger.log(level, message)
 
 
-__all__ = ["logger", "warn_once"]
+def debug_once(message: str) -> None:
+    """Log at debug level what this process has not met before."""
+    if message not in _seen:
+        _seen.add(message)
+        logger.debug(message)
+
+
+__all__ = ["debug_once", "logger", "warn_once"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -319,6 +320,17 @@ def test_defaults_come_from_the_models_generation_config(answers: Answers) -> No
         ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
         ({"stop_strings": ["x"]}, ValueError, "needs a tokenizer"),
         ({"eos_token_id": "x"}, (TypeError, ValueError), "eos_token_id"),
+        ({"max_new_tokens": "8"}, TypeError, "max_new_tokens must be an integer, got '8'"),
+        ({"max_new_tokens": True}, TypeError, "max_new_tokens must be an integer, got True"),
+        ({"generation_config": {}}, TypeError, "must be a GenerationConfig, got a dict; pass its"),
+        ({"generation_config": 7}, TypeError, "must be a GenerationConfig, got a int"),
+        ({"seed": "x"}, TypeError, "seed must be an integer, got 'x'"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5"),
+        ({"priority": "low"}, TypeError, "priority must be an integer, got 'low'"),
+        ({"deadline": "soon"}, TypeError, "deadline must be a number of seconds, got 'soon'"),
+        ({"on_output": 3}, TypeError, "on_output must be callable, got 3"),
+        ({"stop_token_ids": 1.5}, TypeError, "stop_token_ids must be a token id or several"),
+        ({"request_id": []}, TypeError, r"request_id must be hashable, got \[\]"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(
@@ -333,7 +345,17 @@ def test_what_an_engine_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("prompt_ids", "error", "match"),
     [
-        ([], ValueError, "at least 1 token"),
+        (
+            [],
+            ValueError,
+            "at least 1 token, got 0; begin an empty text with tokenizer.bos_token_id",
+        ),
+        (None, TypeError, "must be token ids, got None; pass tokenizer"),
+        (7, TypeError, r"must be token ids, got 7 of type int; pass a list, e.g. \[7\]"),
+        ({"input_ids": [3]}, TypeError, "got a dict; pass its input_ids"),
+        ([[3, 4]], TypeError, r"must be integers, got \[\[3, 4\]\]; .*a call of its own"),
+        (["a"], TypeError, r"must be integers, got \['a'\]; pass tokenizer"),
+        (np.ones(3), TypeError, "must be integers, got"),
         ("text", TypeError, "got a string"),
         ([3, 64], ValueError, r"must be in \[0, 64\)"),
         ([-1], ValueError, "must be in"),
@@ -355,6 +377,43 @@ def test_prompts_may_be_tensors(answers: Answers) -> None:
         engine.add_request(ids[None], max_new_tokens=4, request_id=1)
         outputs = engine.run()
     assert outputs[0].token_ids == outputs[1].token_ids == answers(ids_of(9, 9), 4)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(answers: Answers) -> None:
+    ids = ids_of(9, 9)
+    expected = answers(ids, 4)
+    kinds: list[Any] = [
+        [np.int64(i) for i in ids],
+        [np.int32(i) for i in ids],
+        np.array(ids, dtype=np.int32),
+        [torch.tensor(i) for i in ids],
+        tuple(ids),
+        iter(ids),
+    ]
+    with make_engine(small_model()) as engine:
+        for n, kind in enumerate(kinds):
+            engine.add_request(kind, max_new_tokens=np.int64(4), request_id=n)
+        engine.add_request(
+            ids,
+            max_new_tokens=torch.tensor(4),
+            min_new_tokens=np.int64(2),
+            eos_token_id=np.int64(expected[-1]),
+            stop_token_ids=np.array([expected[-1]]),
+            do_sample=True,
+            top_k=np.int64(1),
+            temperature=np.float32(1.0),
+            seed=np.int64(3),
+            priority=np.int64(0),
+            deadline=np.float32(600),
+            num_return_sequences=np.int64(2),
+            request_id="fields",
+        )
+        outputs = engine.run()
+    for n in range(len(kinds)):
+        assert outputs[n].token_ids == expected
+        assert all(type(i) is int for i in outputs[n].prompt_ids)
+    assert outputs["fields"].token_ids == expected
+    assert outputs["fields__child#0"].token_ids == expected
 
 
 def test_ids_are_unique_among_the_living() -> None:
@@ -486,6 +545,40 @@ def test_more_steps_than_the_log_holds() -> None:
         name = engine.add_request(ids_of(3, 3, 32), max_new_tokens=1300)
         streamed = [t for out in engine.stream() for t in out.new_token_ids]
     assert len(tokens) == 1300 and tokens == streamed
+
+
+@pytest.mark.parametrize(("num_blocks", "ahead"), [(400, True), (60, False)])
+def test_rows_get_blocks_ahead_only_where_there_are_plenty(
+    answers: Answers, num_blocks: int, ahead: bool
+) -> None:
+    lengths = (5, 9, 16, 17, 20, 31)
+    with make_engine(small_model(), num_blocks=num_blocks, block_size=8, lag=2) as engine:
+        core = core_of(engine)
+        core.make_room(num_blocks - core.num_blocks)
+        # Busy before, so that the rows come in the middle of what is done every 64 steps.
+        engine.add_request(ids_of(3, 3), max_new_tokens=40)
+        engine.run()
+        for n in lengths:
+            engine.add_request(ids_of(n, n), max_new_tokens=60, request_id=n)
+        most_spare, outputs = 0, {}
+        while not engine.is_idle:
+            for out in engine.step():
+                outputs[out.request_id] = out
+            needed = sum(-(-tokens // 8) for tokens in row_tokens(engine))
+            most_spare = max(most_spare, core.allocator.num_live - needed)
+            engine.check_integrity()
+        assert_all_free(engine)
+    assert (most_spare > 2 * len(lengths)) is ahead
+    for n in lengths:
+        assert outputs[n].token_ids == answers(ids_of(n, n), 60)
+
+
+def row_tokens(engine: Any) -> list[int]:
+    """Tokens in the cache of each running row, after all steps launched so far."""
+    serving = engine._service.engine
+    scheduler = serving._scheduler
+    requests = [job.request for job in serving._ledger.jobs.values()]
+    return [scheduler.num_computed_tokens(r) for r in requests if r.slot is not None]
 
 
 def test_a_closed_engine_cancels_what_is_left_and_refuses_more() -> None:

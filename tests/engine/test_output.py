@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import pickle
 from itertools import product
 
 import pytest
 
-from torch_paged.engine.output import PrefixView, RequestOutput
+from torch_paged.engine.output import PrefixView, RequestOutput, RunningOutput
 from torch_paged.engine.request import Request
 
 
@@ -88,3 +90,29 @@ def test_output_can_be_pickled() -> None:
     request.output_ids += [10, 11]
     output = RequestOutput.of(request, since=0)
     assert pickle.loads(pickle.dumps(output)) == output
+
+
+def running(**fields: object) -> RequestOutput:
+    values = {"name": "a", "prompt": [1, 2], "items": [10, 11, 12], "since": 1, "count": 2}
+    return RunningOutput(**{**values, "logprobs": [-0.1, -0.2, -0.3], **fields})  # type: ignore[arg-type]
+
+
+def test_the_output_of_a_running_request_is_a_record_like_any_other() -> None:
+    output = running()
+    plain = RequestOutput("a", [1, 2], [10, 11], [11], False, None, [-0.1, -0.2], None)
+    assert isinstance(output, RequestOutput)
+    assert dataclasses.asdict(output) == dataclasses.asdict(plain)
+    assert repr(output) == repr(plain)
+    assert output == running() and output != running(count=3)
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert type(copied) is RequestOutput and copied == plain
+    assert running(logprobs=None).logprobs is None
+
+
+def test_the_output_of_a_running_request_cannot_be_changed() -> None:
+    output = running()
+    for field in dataclasses.fields(RequestOutput):
+        with pytest.raises(AttributeError):
+            setattr(output, field.name, None)
+        with pytest.raises(AttributeError):
+            delattr(output, field.name)

@@ -84,6 +84,10 @@ def test_log_reads_rows_across_its_end() -> None:
         log.wait(step)
     assert log.tokens(2, 13, 20) == [10 * step + 2 for step in range(13, 21)]
     assert log.tokens(0, 16, 16) == [160]
+    for first, last in ((13, 20), (16, 16), (13, 15), (16, 20), (14, 18)):
+        slots = [2, 0]
+        expected = [[10 * step + slot for step in range(first, last + 1)] for slot in slots]
+        assert log.columns(slots, first, last) == expected
     assert log.logprobs(3, 14, 17) == [-17.0, -18.0, -19.0, -20.0]
     assert log.all_tokens(20) == [200, 201, 202, 203]
     assert log.any_ended(20, torch.tensor([3, 1])) == [1]

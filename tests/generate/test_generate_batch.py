@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -323,6 +324,38 @@ def test_bad_requests_are_refused_and_leave_nothing_behind(model: Any) -> None:
     with pytest.raises(ValueError, match="temperature"):
         model.generate_batch(PROMPTS, max_new_tokens=3, do_sample=True, temperature=-1.0)
     assert torch_paged.stats(model).kv_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "match"),
+    [
+        (None, TypeError, "inputs must be a list of prompts, each a list of token ids, got None"),
+        ("text", TypeError, "inputs must be a list of prompts.*got 'text'; pass .*input_ids"),
+        ([3, 4, 5], TypeError, r"inputs\[0\] must be token ids, got 3"),
+        ([[3], None], TypeError, r"inputs\[1\] must be token ids, got None"),
+        ([[3], "text"], TypeError, r"inputs\[1\] must be token ids, got a string"),
+        ([[3], [1.5]], TypeError, r"inputs\[1\] must be integers"),
+        ([[3], [10**6]], ValueError, r"inputs\[1\] must be in \[0, "),
+    ],
+)
+def test_what_is_no_batch_of_prompts_is_refused(
+    model: Any, inputs: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        model.generate_batch(inputs, max_new_tokens=3)
+    assert torch_paged.stats(model).kv_blocks_used == 0
+
+
+def test_a_generation_config_of_another_type_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match="must be a GenerationConfig, got a dict"):
+        model.generate_batch(PROMPTS, generation_config={"max_new_tokens": 3})
+
+
+def test_arrays_of_prompts_are_batches(model: Any, answers: Answers) -> None:
+    prompts = [PROMPTS[0], PROMPTS[0][::-1]]
+    for inputs in (torch.tensor(prompts), np.array(prompts), tuple(map(tuple, prompts))):
+        results = model.generate_batch(inputs, max_new_tokens=np.int64(3))
+        assert [r.generated_tokens for r in results.values()] == [answers(p, 3) for p in prompts]
 
 
 def test_names_that_transformers_ignores_are_ignored_aloud(

@@ -10,6 +10,7 @@ from models import FAMILIES, greedy, left_pad, padded_prompts, prompt, reference
 from transformers import LlamaConfig
 
 import torch_paged
+from torch_paged.errors import UnsupportedFeatureError
 
 
 def hf_greedy(model, ids, num_tokens, **kwargs):
@@ -181,3 +182,14 @@ def test_mask_and_ids_of_the_caller_are_not_written_to(device, accelerate) -> No
     greedy(model, *left_pad([prompt(9, 9, device=device)])[:1])
     assert torch.equal(ids, kept_ids) and torch.equal(mask, kept_mask)
     assert torch.equal(first, kept), "a later call wrote into an earlier result"
+
+
+@pytest.mark.parametrize(("columns", "word"), [(15, "shorter"), (19, "longer")])
+def test_a_mask_of_another_length_is_the_reason_given(columns, word, device, accelerate) -> None:
+    model = tiny(LlamaConfig, 8, device)
+    ids = prompt(17, 17, device=device)
+    mask = torch.ones((1, columns), dtype=torch.long, device=device)
+    accelerate(model)
+    with pytest.raises(UnsupportedFeatureError, match=f"the attention mask is {word} than the"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert torch_paged.stats(model).kv_blocks_used == 0

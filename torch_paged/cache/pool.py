@@ -237,7 +237,9 @@ class _PlainStorage:
                     rows = min(num_blocks, old.shape[0])
                     new[:rows].copy_(old[:rows])
                     self._tensors[i] = new
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_lack_of_memory(error):
+                raise
             raise OutOfBlocks(f"no memory for {num_blocks} KV blocks: {error}") from error
         return num_blocks
 
@@ -246,6 +248,14 @@ class _PlainStorage:
 
     def release(self) -> None:
         self._tensors = [tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._tensors]
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Tell what an allocator says, on the host only in words, from other failures."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    told = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
+    return any(words in str(error) for words in told)
 
 
 class _MappedStorage:
@@ -335,4 +345,4 @@ def _with_index(device: torch.device) -> torch.device:
     return device
 
 
-__all__ = ["KVPool", "LayerShape"]
+__all__ = ["KVPool", "LayerShape", "is_lack_of_memory"]

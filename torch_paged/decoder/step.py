@@ -17,6 +17,7 @@ from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.slots import SlotKind, linear_slot, plain_slot
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import ModuleWatch, spec_modules
+from torch_paged.log import debug_once
 
 # Past this many rows cuBLAS wins over the fused linear kernels (see benchmarks/ops_linear.py).
 FUSED_LINEAR_MAX_ROWS = 64
@@ -152,12 +153,11 @@ class DecoderStep:
             if self._binding is None:
                 raise RuntimeError("DecoderStep.bind must be called before a step runs")
             try:
-                if self.device.type != "cpu":
-                    raise Unsupported("the model is not on the CPU")
                 plan = self.plan("decode", num_rows)
                 self._host[num_rows] = HostStep(plan, self._binding, num_rows)
-            except Unsupported:
+            except Unsupported as reason:
                 self._host[num_rows] = None
+                debug_once(f"the decode step has no host form: {reason}")
         return self._host[num_rows]
 
     def slot_rows(self) -> Sequence[SlotRow]:

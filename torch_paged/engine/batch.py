@@ -12,6 +12,7 @@ from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
+from torch_paged.engine.out_of_memory import no_room_for
 from torch_paged.engine.packed_prompts import (
     BatchLimits,
     CachedKV,
@@ -23,6 +24,7 @@ from torch_paged.engine.reports import StepResult, make_reports
 from torch_paged.engine.row_blocks import RowBlocks
 from torch_paged.engine.runner import Rows, make_rows
 from torch_paged.engine.sampler import Sampler
+from torch_paged.engine.step import BlockUpdate
 from torch_paged.errors import OutOfBlocks
 from torch_paged.ops.copy_blocks import copy_blocks
 
@@ -106,10 +108,9 @@ class BatchRun:
         own = [0] * len(sources)
         for prompt, row in enumerate(first_rows):
             own[row] = prompts.lengths[prompt]
-        try:
+        tokens = sum(prompts.lengths)
+        with no_room_for(f"{num_prompts} prompt{'s'[: num_prompts > 1]} of {tokens} tokens"):
             updates = self._blocks.grow(own)
-        except OutOfBlocks as error:
-            raise self._no_room(error) from error
         core.runner()
         core.state.write_blocks(updates)
         self._rows = make_rows(self._blocks.slots, core.device)
@@ -118,10 +119,7 @@ class BatchRun:
         logits = self._prefill_chunks(first_rows)
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
-            try:
-                self._share([first_rows[prompt] for prompt in sources])
-            except OutOfBlocks as error:
-                raise self._no_room(error) from error
+            self._share([first_rows[prompt] for prompt in sources])
             index = to_device(torch.tensor(sources), core.device)
             logits = logits.index_select(0, index)
             last_positions = last_positions.index_select(0, index)
@@ -134,13 +132,6 @@ class BatchRun:
             last_positions,
         )
         return logits
-
-    def _no_room(self, error: OutOfBlocks) -> torch.OutOfMemoryError:
-        return torch.OutOfMemoryError(
-            f"the KV cache has no room for {len(self._prompts.lengths)} prompts of "
-            f"{sum(self._prompts.lengths)} tokens: {error}; raise kv_cache_memory or generate "
-            "for fewer rows at once"
-        )
 
     def _load_kv(self, cached_kv: CachedKV, first_rows: Sequence[int]) -> None:
         """Put keys and values that are there already into the blocks of their prompts."""
@@ -164,7 +155,8 @@ class BatchRun:
     def _share(self, sources: Sequence[int]) -> None:
         lengths = [length + self._launched for length in self._lengths]
         before = self._core.num_blocks
-        updates, copies = self._blocks.reorder(sources, lengths)
+        with no_room_for(self._told(max(lengths))):
+            updates, copies = self._blocks.reorder(sources, lengths)
         if self._core.num_blocks != before:
             self._core.runner()
         self._core.state.write_blocks(updates)
@@ -311,10 +303,24 @@ class BatchRun:
         if self._launched < self._blocks_until:
             return
         steps = min(self._launched + self._steps_ahead, self._limits.max_new_tokens - 1)
-        updates = self._blocks.grow([length + steps for length in self._lengths])
+        try:
+            updates = self._grow(steps)
+        except OutOfBlocks:
+            # The rows may end before they need all of these.
+            steps = self._launched + 1
+            updates = self._grow(steps)
         self._core.ensure_columns(max(self._lengths) + steps)
         self._core.state.write_blocks(updates)
-        self._blocks_until = self._launched + self._steps_ahead
+        self._blocks_until = steps
+
+    def _grow(self, steps: int) -> tuple[BlockUpdate, ...]:
+        """Give the rows blocks for so many steps in all."""
+        with no_room_for(self._told(max(self._lengths) + steps)):
+            return self._blocks.grow([length + steps for length in self._lengths])
+
+    def _told(self, num_tokens: int) -> str:
+        rows = len(self._sources)
+        return f"{rows} row{'s'[: rows > 1]} of up to {num_tokens} tokens"
 
     def _count_step(self) -> None:
         self._launched += 1

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from torch_paged.cache.blocks import BlockAllocator
-from torch_paged.cache.pool import KVPool
+from torch_paged.cache.pool import KVPool, is_lack_of_memory
 from torch_paged.cache.prefix import PrefixCache
 from torch_paged.config import Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
+from torch_paged.engine.host_memory import available_bytes
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
 from torch_paged.engine.sampling_state import SamplingState
 from torch_paged.engine.slot_pool import SlotPool
-from torch_paged.errors import TorchPagedError
+from torch_paged.errors import OutOfBlocks, TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache, GraphPool
 
@@ -184,7 +185,7 @@ class EngineCore:
         for target in (wanted, least):
             try:
                 pool.grow(target)
-            except (RuntimeError, ValueError) as error:  # our limit, or the device's
+            except OutOfBlocks as error:  # our limit, or the device's
                 logger.debug("cannot grow the KV pool to %d blocks: %s", target, error)
                 continue
             self.allocator.grow(pool.num_blocks)
@@ -242,6 +243,7 @@ class EngineCore:
         self._slots = SlotPool(0)
         self._runner = None
         self._bound = _UNBOUND
+        self._moves_in_a_row = 0
         self.step.unbind()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -271,9 +273,18 @@ class EngineCore:
             max_blocks = max(max_blocks, old.block_table.shape[1])
             num_eos_ids = max(num_eos_ids, old.num_eos_ids)
         kv_heads = max(shape.num_kv_heads for shape in self.step.layer_shapes)
-        self._state = SlotState(
-            num_seqs, max_blocks, kv_heads, self.device, num_eos_ids=num_eos_ids
-        )
+        try:
+            self._state = SlotState(
+                num_seqs, max_blocks, kv_heads, self.device, num_eos_ids=num_eos_ids
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_lack_of_memory(error):
+                raise
+            raise OutOfBlocks(
+                f"no memory for the state of {num_seqs} sequences of up to "
+                f"{max_blocks * self.config.block_size} tokens: {error}; lower max_num_seqs or "
+                "max_model_len"
+            ) from error
         if old is not None and num_held:
             self._state.take_rows(old)
         if self._sampling is not None:
@@ -294,10 +305,21 @@ class EngineCore:
 
     def _max_pool_bytes(self) -> int | None:
         limit = self.config.kv_cache_memory
-        if isinstance(limit, int) or self.device.type != "cuda":
-            return limit if isinstance(limit, int) else None
+        if isinstance(limit, int):
+            return limit
+        if self.device.type != "cuda":
+            return None if limit is None else self._host_share(limit)
         free, total = torch.cuda.mem_get_info(self.device)
         if limit is not None:
             return int(limit * total)
         used = total - free
         return max(int(self.config.gpu_memory_utilization * total) - used, 0)
+
+    def _host_share(self, share: float) -> int:
+        available = available_bytes()
+        if available is None:
+            raise ValueError(
+                f"kv_cache_memory={share} needs to know the memory of this machine, which it does "
+                "not tell; pass the bytes as an int, e.g. 4 << 30"
+            )
+        return int(share * available)

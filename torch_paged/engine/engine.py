@@ -19,6 +19,8 @@ from torch_paged.engine.weights import PrefixGuard
 
 # Steps that the log holds: a row's tokens are read from it in pieces of about half of that.
 _LOG_STEPS = 512
+# A row whose block is full costs a step 5 us, and 25 us more if it is the only one.
+_STEPS_AHEAD = 64
 
 
 class ServingEngine:
@@ -125,6 +127,8 @@ class ServingEngine:
         else:
             # Broken off below, the step would count as launched.
             self._is_stale = True
+            if self._num_steps % _STEPS_AHEAD == 0:
+                self._grow_ahead(scheduler)
             scheduled = scheduler.schedule()
             step, self._num_steps = self._num_steps, self._num_steps + 1
             self._note_ends(scheduled.finished)
@@ -238,6 +242,13 @@ class ServingEngine:
             slots=core.slots,
             learn=self._ledger.learn,
         )
+
+    def _grow_ahead(self, scheduler: Scheduler) -> None:
+        """Give every row the blocks of its next steps at once, where there are plenty."""
+        core = self._core
+        blocks = scheduler.num_running * -(-_STEPS_AHEAD // self._config.block_size)
+        if blocks <= core.allocator.num_free // 2:
+            core.state.write_blocks(scheduler.ensure_decode_blocks(_STEPS_AHEAD))
 
     def _note_ends(self, requests: Sequence[Request]) -> None:
         for request in requests:

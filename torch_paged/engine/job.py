@@ -67,6 +67,7 @@ class Row:
     A row samples one token in each step from its first to its last.
 
     Attributes:
+        output_ids: those of the job's request.
         next_step: the first step whose token its request does not have yet.
         last_step: its last step, where known.
         is_done: it has no tokens left to learn.
@@ -74,6 +75,7 @@ class Row:
     """
 
     job: Job
+    output_ids: list[int]
     slot: int
     next_step: int
     last_step: int = _NEVER

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from torch_paged.engine.job import Job, Row, StepRecord
-from torch_paged.engine.output import RequestOutput
+from torch_paged.engine.output import RequestOutput, RunningOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.token_log import TokenLog
 
@@ -41,7 +41,6 @@ class Ledger:
         self._in_flight: deque[StepRecord] = deque()
         self._log: TokenLog | None = None
         self._next_flush = 0
-        self._hands_out = False  # somebody takes the tokens of every step
 
     @property
     def log(self) -> TokenLog | None:
@@ -63,7 +62,7 @@ class Ledger:
     def start(self, job: Job, slot: int, step: int) -> Row:
         """Note that a job samples a token in `step` and in each one that follows."""
         is_plain = not job.is_watched and job.logprobs is None
-        job.row = Row(job, slot, step, is_plain=is_plain)
+        job.row = Row(job, job.request.output_ids, slot, step, is_plain=is_plain)
         self.active[job.request.request_id] = job
         return job.row
 
@@ -128,10 +127,20 @@ class Ledger:
 
     def flush(self) -> None:
         """Read the tokens of all rows, before the log comes round to them."""
-        for job in self.active.values():
-            self.learn(job.request)
-        if self._log is not None:
-            self._next_flush = self.known + self._log.num_steps // 2
+        log, known = self._log, self.known
+        if log is None:
+            return
+        rows = [job.row for job in self.active.values() if job.row is not None]
+        plain = [row for row in rows if row.is_plain and row.next_step <= known]
+        if plain:
+            first = min(row.next_step for row in plain)
+            columns = log.columns([row.slot for row in plain], first, known)
+            for row, tokens in zip(plain, columns, strict=True):
+                row.output_ids += tokens[row.next_step - first :]
+                row.next_step = known + 1
+        for row in rows:
+            self._learn(row, known)
+        self._next_flush = known + log.num_steps // 2
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job because of an exception."""
@@ -164,18 +173,35 @@ class Ledger:
         Outputs are those of jobs that ended and, with `tokens`, of all that have new ones. Those
         of private jobs are left out.
         """
-        self._hands_out = tokens
         ended, self._ended = self._ended, []
         outputs = [job.output(since=job.num_reported) for job in ended if not job.private]
-        for job in self.active.values() if tokens else ():
-            row = job.row
-            if row is not None and row.next_step <= self.known:
-                self._learn(row, self.known)
-            count = len(job.request.output_ids)
-            if count > job.num_reported and not job.private:
-                outputs.append(job.output(since=job.num_reported))
-                job.num_reported = count
+        if tokens:
+            self._add_running(outputs)
         return outputs, [job.request.request_id for job in ended]
+
+    def _add_running(self, outputs: list[RequestOutput]) -> None:
+        """Add an output of each job that goes on and has new tokens."""
+        known, log = self.known, self._log
+        tokens = [] if log is None else log.all_tokens(known)
+        for job in self.active.values():
+            row = job.row
+            assert row is not None
+            if row.next_step == known and row.is_plain:
+                # What `_learn` does, for the one step that is new to most rows.
+                row.output_ids.append(tokens[row.slot])
+                row.next_step = known + 1
+            elif row.next_step <= known:
+                self._learn(row, known)
+            items, since = row.output_ids, job.num_reported
+            count = len(items)
+            if count > since and not job.private:
+                request = job.request
+                outputs.append(
+                    RunningOutput(
+                        request.request_id, request.prompt_ids, items, since, count, job.logprobs
+                    )
+                )
+                job.num_reported = count
 
     def _read(self, record: StepRecord, log: TokenLog) -> None:
         step, self.known = record.step, record.step
@@ -187,18 +213,8 @@ class Ledger:
             # A row that has ended goes on in the steps launched meanwhile.
             if not row.is_done:
                 self._end_row(row, step, log)
-        if self._hands_out and record.batch is not None:
-            self._hand_out(record.batch.rows, step, log)
         if self._watched:
             self._watch(step)
-
-    def _hand_out(self, rows: Sequence[Row], step: int, log: TokenLog) -> None:
-        """Give every row its token of one step: what `_learn` does, for all of them at once."""
-        tokens = log.all_tokens(step)
-        for row in rows:
-            if row.next_step == step and row.is_plain and not row.is_done:
-                row.job.request.output_ids.append(tokens[row.slot])
-                row.next_step = step + 1
 
     def _end_row(self, row: Row, step: int, log: TokenLog) -> None:
         job = row.job
@@ -239,7 +255,7 @@ class Ledger:
             return
         assert self._log is not None
         job = row.job
-        job.request.output_ids += self._log.tokens(row.slot, row.next_step, last)
+        row.output_ids += self._log.tokens(row.slot, row.next_step, last)
         if job.logprobs is not None:
             job.logprobs += self._log.logprobs(row.slot, row.next_step, last)
         row.next_step = last + 1

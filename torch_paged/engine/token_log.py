@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ class TokenLog:
         shape = (num_steps, state.report.shape[0])
         with torch.inference_mode(False):
             self._reports = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._on_cuda)
-            self._tokens, self._logprobs, self._finished, self._failed = report_parts(
-                self._reports
+            # Arrays over the same memory, which are read sooner than tensors.
+            self._tokens, self._logprobs, self._finished, self._failed = (
+                part.numpy() for part in report_parts(self._reports)
             )
         self._events = [torch.cuda.Event() for _ in range(depth)] if self._on_cuda else []
 
@@ -54,10 +56,10 @@ class TokenLog:
 
     def any_ended(self, step: int, slots: Tensor) -> list[int]:
         """Return the indices into `slots` [num_rows] int64 of rows that finished or failed."""
-        at = step % self.num_steps
-        ended = self._finished[at].index_select(0, slots)
-        ended |= self._failed[at].index_select(0, slots)
-        return ended.nonzero()[:, 0].tolist() if ended.any() else []
+        at, index = step % self.num_steps, slots.numpy()
+        ended = self._finished[at].take(index)
+        ended |= self._failed[at].take(index)
+        return cast("list[int]", ended.nonzero()[0].tolist()) if ended.any() else []
 
     def has_ended(self, step: int, slot: int) -> bool:
         """Whether a row has finished or failed with a step."""
@@ -70,8 +72,16 @@ class TokenLog:
 
     def tokens(self, slot: int, first: int, last: int) -> list[int]:
         """Return the tokens of a row from step `first` to step `last`."""
-        count = last - first + 1
-        return cast("list[int]", _read(self._tokens[:, slot], first % self.num_steps, count))
+        return cast("list[int]", self._column(self._tokens, slot, first, last))
+
+    def columns(self, slots: Sequence[int], first: int, last: int) -> list[list[int]]:
+        """Return what `tokens` does for each of several slots."""
+        start, stop = first % self.num_steps, last % self.num_steps + 1
+        if start < stop:
+            return cast("list[list[int]]", self._tokens[start:stop].take(slots, 1).T.tolist())
+        head = self._tokens[start:].take(slots, 1).T.tolist()
+        tail = self._tokens[:stop].take(slots, 1).T.tolist()
+        return [old + new for old, new in zip(head, tail, strict=True)]
 
     def all_tokens(self, step: int) -> list[int]:
         """Return the token of every slot in one step."""
@@ -79,14 +89,13 @@ class TokenLog:
 
     def logprobs(self, slot: int, first: int, last: int) -> list[float]:
         """Return the log-probabilities of these tokens."""
-        count = last - first + 1
-        return cast("list[float]", _read(self._logprobs[:, slot], first % self.num_steps, count))
+        return cast("list[float]", self._column(self._logprobs, slot, first, last))
 
-
-def _read(column: Tensor, start: int, count: int) -> list[int | float]:
-    size = column.shape[0]
-    head = column[start : start + count].tolist()
-    return head if len(head) == count else head + column[: count - (size - start)].tolist()
+    def _column(self, steps: Any, slot: int, first: int, last: int) -> list[Any]:
+        start, stop = first % self.num_steps, last % self.num_steps + 1
+        if start < stop:
+            return cast("list[Any]", steps[start:stop, slot].tolist())
+        return cast("list[Any]", steps[start:, slot].tolist() + steps[:stop, slot].tolist())
 
 
 __all__ = ["TokenLog"]

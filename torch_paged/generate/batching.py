@@ -14,9 +14,10 @@ from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import opted_out
 from torch_paged.generate.manager import EngineManager, to_generation_output
 from torch_paged.generate.registry import find_session
-from torch_paged.generate.request_params import OWN_NAMES, resolve_params
+from torch_paged.generate.request_params import OWN_NAMES, check_config, resolve_params
 from torch_paged.generate.sample import fall_back
 from torch_paged.generate.session import Session
+from torch_paged.generate.values import batch_list
 from torch_paged.log import logger, warn_once
 from torch_paged.patches import seams
 
@@ -78,12 +79,13 @@ def generate_batch(
     session = find_session(self)
     if session is None:
         return original()
-    if not inputs:
-        return {}
     overrides = _known(self, kwargs)
     reasons = _reasons(self, session, generation_config, overrides)
     if reasons:
         return fall_back(session, reasons, original)
+    inputs = batch_list(inputs, self)
+    if not inputs:
+        return {}
     manager = _manager(self, generation_config, continuous_batching_config)
     try:
         return _run(manager, inputs, overrides, record_timestamps, progress_bar)
@@ -165,6 +167,7 @@ def _reasons(
     model: Any, session: Session, config: Any, overrides: dict[str, Any] | None = None
 ) -> list[str]:
     """Say why transformers' own manager has to serve, or return nothing."""
+    check_config(config)
     config = model.generation_config if config is None else config
     if reasons := opted_out(config):
         return reasons

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
+from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.generate.decide import Call, fallback_reasons
 from torch_paged.generate.past import fill_cache
 from torch_paged.generate.prompts import pack
@@ -97,7 +98,8 @@ def _run(model: Any, session: Session, call: Call) -> Any:
     prompts, columns = pack(session.step.device, call.input_ids, kwargs, config)
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
-    with BatchRun(session.core, prompts, limits, lag=0, steps_ahead=1) as run:
+    batch = BatchRun(session.core, prompts, limits, lag=0, steps_ahead=1)
+    with one_kind_of_error(), batch as run:
         stand_in, cache = RunAsModel(model, run), seams.call_cache(kwargs)
         if (name := seams.cache_name(kwargs)) is not None:
             kwargs[name] = BeamBlocks(run)

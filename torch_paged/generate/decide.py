@@ -167,14 +167,17 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         if why := past_reasons(cache, shapes, rows, width, total, has_window):
             return why
         width = past + width if total == past + width else width
+    # First: generate() makes the positions from the mask, and they are wrong as well then.
+    given = seams.dropped_mask_width(call.generation_config) if mask is None else mask.shape[1]
+    if given not in (None, width):
+        longer = given > width
+        return [f"the attention mask is {'longer' if longer else 'shorter'} than the prompt"]
     if positions is not None:
         too_short = positions.dim() != 2 or positions.shape[1] < width - past
         if too_short or (not past and positions.shape[1] != width):
             return ["position_ids are not those of the prompt"]
     if mask is None:
         return []
-    if mask.shape[1] != width:
-        return ["the attention mask is longer than the prompt"]
     real = mask != 0
     empty = ~real.any(-1)
     has_window = session.step.has_window

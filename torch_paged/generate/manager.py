@@ -11,6 +11,7 @@ from typing import Any
 
 from torch_paged.engine.job import OnOutput
 from torch_paged.engine.output import RequestOutput
+from torch_paged.errors import TorchPagedError
 from torch_paged.generate.request_params import RememberedMerge
 from torch_paged.generate.service import Service
 from torch_paged.log import logger, warn_once
@@ -179,7 +180,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         return names
 
     def cancel_request(self, request_id: str) -> None:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, TorchPagedError):  # it has ended
             self._service.cancel(request_id)
 
     def _submit(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from torch_paged.engine.job import OnOutput
 from torch_paged.engine.params import SamplingParams, StopCheck
 from torch_paged.errors import UnsupportedFeatureError
+from torch_paged.generate.values import fraction, integer, plain, seconds, token_ids
 from torch_paged.patches import seams
 
 _UNLIMITED = 1 << 40
@@ -80,8 +83,9 @@ class RememberedMerge:
         given = None if config is None else vars(config)
         asked = (vars(model.generation_config), given, overrides)
         for question, answer in self._known:
-            if question == asked:
-                return answer
+            with contextlib.suppress(Exception):  # arrays are equal to nothing
+                if question == asked:
+                    return answer
         answer = self._merge(model, config, overrides)
         try:
             self._known.append((copy.deepcopy(asked), answer))
@@ -116,14 +120,15 @@ def resolve_params(
     """Merge and check what was asked for, by the rules of `generate()` unless told otherwise.
 
     Raises:
-        TypeError: a name is neither a field of GenerationConfig nor one of ours.
+        TypeError: a type is wrong, or a name is neither a field of GenerationConfig nor ours.
         ValueError: a value is out of its range.
         UnsupportedFeatureError: a field asks for something that an engine does not do.
     """
+    check_config(generation_config)
     own = {name: overrides[name] for name in OWN_NAMES if name in overrides}
-    fields = {name: value for name, value in overrides.items() if name not in own}
+    fields = {name: plain(value) for name, value in overrides.items() if name not in own}
     max_new = fields.get("max_new_tokens")
-    if isinstance(max_new, int) and max_new >= 1:
+    if max_new is not None and integer("max_new_tokens", max_new) >= 1:
         # Often another one in each request; without it, the merged config is one met before.
         del fields["max_new_tokens"]
     else:
@@ -137,7 +142,7 @@ def resolve_params(
                 f"an engine does not support {name}={value!r}; leave it out, or call "
                 "model.generate() for this request"
             )
-    eos = _ids("eos_token_id", config.eos_token_id) + _ids(
+    eos = token_ids("eos_token_id", config.eos_token_id) + token_ids(
         "stop_token_ids", own.get("stop_token_ids")
     )
     max_new = max_new or _max_new_tokens(config, prompt_length)
@@ -147,7 +152,7 @@ def resolve_params(
     temperature, top_k, top_p, min_p = _sampling(config)
     base = dict(
         max_new_tokens=max_new,
-        min_new_tokens=max(_at_least("min_new_tokens", min_new, None), 0),
+        min_new_tokens=max(integer("min_new_tokens", min_new, None), 0),
         eos_ids=tuple(dict.fromkeys(eos)),
         temperature=temperature,
         top_k=top_k,
@@ -157,9 +162,9 @@ def resolve_params(
         suppressed=_suppressed(config, eos),
         logprobs=bool(own.get("logprobs", False)),
     )
-    count = _at_least("num_return_sequences", config.num_return_sequences or 1, 1)
+    count = integer("num_return_sequences", config.num_return_sequences or 1, 1)
     seed = own.get("seed")
-    seed = draw_seed() if seed is None else int(seed)
+    seed = draw_seed() if seed is None else integer("seed", seed)
     samples = tuple(
         SamplingParams(
             seed=sequence_seed(seed, i),
@@ -168,42 +173,23 @@ def resolve_params(
         )
         for i in range(count)
     )
-    deadline = own.get("deadline")
+    deadline, on_output = own.get("deadline"), own.get("on_output")
+    if on_output is not None and not callable(on_output):
+        raise TypeError(f"on_output must be callable, got {on_output!r}; pass a function")
     return RequestParams(
         samples,
-        priority=int(own.get("priority", 0)),
-        deadline=None if deadline is None else time.monotonic() + float(deadline),
-        on_output=own.get("on_output"),
+        priority=integer("priority", own.get("priority", 0)),
+        deadline=None if deadline is None else time.monotonic() + seconds("deadline", deadline),
+        on_output=on_output,
     )
 
 
-def prompt_list(prompt_ids: Any, model: Any) -> list[int]:
-    """Return the prompt as a list of ids that the embedding has."""
-    if isinstance(prompt_ids, str):
-        raise TypeError(
-            "prompt_ids must be token ids, got a string; pass tokenizer(text).input_ids"
-        )
-    if hasattr(prompt_ids, "tolist"):
-        if len(prompt_ids.shape) == 2 and prompt_ids.shape[0] == 1:
-            prompt_ids = prompt_ids[0]
-        if len(prompt_ids.shape) != 1:
-            raise ValueError(
-                f"prompt_ids must be one prompt, [num_tokens], got {list(prompt_ids.shape)}; add "
-                "each prompt with a call of its own, without padding"
-            )
-        prompt_ids = prompt_ids.tolist()
-    ids = list(prompt_ids)
-    if not ids:
-        raise ValueError("prompt_ids must have at least 1 token, got 0")
-    if not all(isinstance(i, int) for i in ids):
-        raise TypeError(f"prompt_ids must be integers, got {ids[:3]!r}...; pass token ids")
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(
-            f"prompt_ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}; use the "
-            "model's own tokenizer"
-        )
-    return ids
+def check_config(config: Any) -> None:
+    """Raise `TypeError` for what is neither None nor a GenerationConfig."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        kind = type(config).__name__
+        remedy = "pass its items by name" if isinstance(config, Mapping) else "leave it out"
+        raise TypeError(f"generation_config must be a GenerationConfig, got a {kind}; {remedy}")
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -225,7 +211,7 @@ def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
 
 def _max_new_tokens(config: Any, prompt_length: int) -> int:
     if config.max_new_tokens is not None:
-        return _at_least("max_new_tokens", config.max_new_tokens, 1)
+        return integer("max_new_tokens", config.max_new_tokens, 1)
     if config.max_length is None:
         return _DEFAULT_NEW_TOKENS
     if config.max_length <= prompt_length:
@@ -246,9 +232,9 @@ def _sampling(config: Any) -> tuple[float, int, float, float]:
             f"temperature must be a number of at least 0 (0 is greedy), got {temperature}; "
             "pass e.g. 0.8"
         )
-    top_k = _at_least("top_k", config.top_k or 0, 0)
-    top_p = 1.0 if config.top_p is None else _fraction("top_p", config.top_p)
-    min_p = 0.0 if config.min_p is None else _fraction("min_p", config.min_p)
+    top_k = integer("top_k", config.top_k or 0, 0)
+    top_p = 1.0 if config.top_p is None else fraction("top_p", config.top_p)
+    min_p = 0.0 if config.min_p is None else fraction("min_p", config.min_p)
     return temperature, top_k, top_p, min_p
 
 
@@ -262,7 +248,7 @@ def _penalty(value: Any) -> float:
 
 
 def _suppressed(config: Any, eos: Sequence[int]) -> tuple[int, ...]:
-    found = list(_ids("suppress_tokens", config.suppress_tokens))
+    found = list(token_ids("suppress_tokens", config.suppress_tokens))
     for words in config.bad_words_ids or ():
         if len(words) != 1:
             raise UnsupportedFeatureError(
@@ -316,38 +302,12 @@ class _Time:
         return time.monotonic() > self._end
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids given as one, several or a tensor; negative ones mean none."""
-    if value is None:
-        return ()
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    values = [value] if isinstance(value, int) else list(value)
-    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise TypeError(f"{name} must be a token id or several, got {value!r}")
-    return tuple(v for v in values if v >= 0)
-
-
-def _at_least(name: str, value: Any, minimum: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}; pass e.g. {name}=16")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    return value
-
-
-def _fraction(name: str, value: Any) -> float:
-    if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}; pass e.g. {name}=0.9")
-    return float(value)
-
-
 __all__ = [
     "OWN_NAMES",
     "Merge",
     "RememberedMerge",
     "RequestParams",
-    "prompt_list",
+    "check_config",
     "resolve_params",
     "sequence_seed",
 ]

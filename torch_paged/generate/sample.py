@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
+from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
 from torch_paged.generate.past import fill_cache
@@ -109,7 +110,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
-    with BatchRun(session.core, prompts, limits, lag) as run:
+    with one_kind_of_error(), BatchRun(session.core, prompts, limits, lag) as run:
         logits = run.prefill()
         if decision.loop == "stepped":
             sequences, num_steps, extras = _stepped(run, logits, call, decision)

@@ -9,7 +9,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,15 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.registry import find_session
-from torch_paged.generate.request_params import Merge, RememberedMerge, prompt_list, resolve_params
+from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
+from torch_paged.generate.values import hashable, prompt_list
 from torch_paged.log import logger
 from torch_paged.patches import seams
+
+# Seconds that the engine's own thread waits for the model before it looks whether to stop.
+_PATIENCE = 0.05
 
 
 class Service:
@@ -47,6 +51,7 @@ class Service:
         self._sequences: dict[Hashable, set[Hashable]] = {}  # request -> its live sequences
         self._inbox: deque[Job | _Cancel] = deque()
         self._mailboxes: list[Mailbox] = []
+        self._on_stop: list[Callable[[], None]] = []
         self._merge = RememberedMerge(seams.merge_generation_config)
         self._idle = threading.Event()
         self._idle.set()
@@ -55,8 +60,9 @@ class Service:
         # Dropped in mid-work, it has the next user of the core give back what it held.
         self._held: list[ServingEngine] = []
         weakref.finalize(self, _orphan, self._held).atexit = False
-        self._stepper = Stepper(self._advance_alone, lambda: not self.is_idle)
+        self._stepper = Stepper(self._advance_alone, self._has_work)
         session = self.session()
+        self._lock = session.lock  # of the session that served last
         self._random = random.Random(session.config.seed)
         with on_device(session):
             self._serving(session)
@@ -102,15 +108,33 @@ class Service:
     def stop(self) -> None:
         """End that thread; what is left waits for someone to step."""
         self._stepper.stop()
+        with self._mutex:
+            told = list(self._on_stop)
+        for tell in told:
+            tell()
+
+    @contextlib.contextmanager
+    def stepping(self, on_stop: Callable[[], None]) -> Iterator[None]:
+        """Within the block the thread runs; `on_stop` is called if somebody stops it."""
+        with self._mutex:
+            self._on_stop.append(on_stop)
+        try:
+            self.start()
+            yield
+        finally:
+            with self._mutex:
+                self._on_stop.remove(on_stop)
 
     def cancel(self, request_id: Hashable) -> None:
         """End a request with all its sequences, or one of these, as "cancelled".
 
         Raises:
             KeyError: there is no such request, or its end has been reported.
+            TorchPagedError: this is closed.
         """
         self._check_process()
         with self._mutex:
+            self._check_open()
             if request_id not in self._live:
                 raise KeyError(request_id)
             names = self._sequences.get(request_id, {request_id})
@@ -145,6 +169,7 @@ class Service:
         """
         session = self.session()
         ids = prompt_list(prompt_ids, self.target)
+        hashable("request_id", request_id)
         params = resolve_params(
             self.target,
             len(ids),
@@ -174,6 +199,7 @@ class Service:
             jobs.append(Job(request, sample, params.on_output, private, streams, logprobs))
         names = [job.request.request_id for job in jobs]
         with self._mutex:
+            self._check_open()
             for name in names:
                 if name in self._live:
                     raise ValueError(f"request_id {name!r} is in use; choose another, or None")
@@ -223,16 +249,15 @@ class Service:
 
     def close(self) -> None:
         """Cancel what is left; harmless when repeated."""
-        if self._closed:
-            return
         if self._process != os.getpid():
             self._closed = True  # its locks and its thread are the parent's
             return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True  # from here on nothing is added
         self._stepper.stop()
-        self._closed = True
-        session = find_session(self.target)
-        with contextlib.nullcontext() if session is None else session.lock:
-            self._end_all("cancelled", None)
+        self._end_all("cancelled", None)
 
     def check_integrity(self) -> None:
         """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
@@ -245,8 +270,7 @@ class Service:
         Raises:
             TorchPagedError: this is closed, or the model was restored.
         """
-        if self._closed:
-            raise TorchPagedError("the engine is closed; make a new one")
+        self._check_open()
         self._check_process()
         session = find_session(self.target)
         if session is None:
@@ -255,6 +279,10 @@ class Service:
                 "make a new engine"
             )
         return session
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TorchPagedError("the engine is closed; make a new one")
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -280,6 +308,7 @@ class Service:
 
     def _serving(self, session: Session) -> ServingEngine:
         """Return the loop over the session's core; unfinished jobs move along to a new one."""
+        self._lock = session.lock
         if self._engine is None or self._engine.is_idle:
             session.reread_if_changed()
         if self._engine is not None and self._engine.core is session.core:
@@ -297,14 +326,27 @@ class Service:
             self._engine.add(job)
         return self._engine
 
+    def _has_work(self) -> bool:
+        return bool(self._live)
+
     def _advance_alone(self) -> None:
         """Take a step that must not raise: nobody is there to catch it."""
+        lock = self._model_lock()
+        # Whoever holds the model may be waiting for this thread to end.
+        if not lock.acquire(timeout=_PATIENCE):
+            return
         try:
             self.advance(tokens=False)
         except Exception as error:
             if not self._closed:
                 logger.exception("a step of the engine failed")
                 self._end_all("error", f"{type(error).__name__}: {error}")
+        finally:
+            lock.release()
+
+    def _model_lock(self) -> threading.RLock:
+        session = find_session(self.target)
+        return self._lock if session is None else session.lock
 
     def _empty_inbox(self, engine: ServingEngine) -> None:
         while self._inbox:
@@ -331,12 +373,12 @@ class Service:
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         """End every request for one reason."""
-        engine = self._engine
-        waiting = [item for item in self._inbox if isinstance(item, Job)]
-        self._inbox.clear()
-        if engine is not None:
-            engine.end_all(waiting, reason, error)
-            self._deliver(*engine.take_outputs(tokens=False))
+        with self._model_lock():
+            with self._mutex:
+                waiting = [item for item in self._inbox if isinstance(item, Job)]
+                self._inbox.clear()
+            self.engine.end_all(waiting, reason, error)
+            self._deliver(*self.engine.take_outputs(tokens=False))
 
 
 def _orphan(held: list[ServingEngine]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_paged.config import Config
 from torch_paged.engine.output import RequestOutput
-from torch_paged.errors import UnsupportedModelError
+from torch_paged.errors import TorchPagedError
 from torch_paged.generate.accelerate import accelerate, restore, unwrap
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.service import Service
@@ -48,7 +48,7 @@ class Engine:
             accelerate(self._target, config or before, **overrides)
         try:
             self._service = Service(self._target)
-        except UnsupportedModelError:
+        except BaseException:
             if self._owns_model:
                 restore(self._target)
             raise
@@ -64,7 +64,7 @@ class Engine:
         """Put a request in line and return its id.
 
         Args:
-            prompt_ids: token ids, as a list or a tensor [num_tokens] or [1, num_tokens].
+            prompt_ids: token ids, as a list, or a tensor or array [num_tokens] or [1, num_tokens].
             generation_config: as for `generate()`; fields that nobody set come from the model's.
             request_id: None draws one. With ``num_return_sequences=n`` the first sequence has this
                 id, the others ``f"{request_id}__child#{i}"`` for i from 0 to n - 2.
@@ -85,6 +85,7 @@ class Engine:
 
         Raises:
             KeyError: there is no such request, or its end has been reported.
+            TorchPagedError: the engine is closed.
         """
         self._service.cancel(request_id)
 
@@ -120,38 +121,51 @@ class Engine:
         """Add a request and yield its outputs; a thread of the engine's own steps meanwhile.
 
         Leaving the loop early, or cancelling the task, cancels the request.
+
+        Raises:
+            TorchPagedError: the engine is closed, or `stop` was called meanwhile.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        arrived: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
         if "on_output" in overrides:
             raise TypeError("generate_async yields the outputs; leave on_output out")
 
-        def forward(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, output)
+        def forward(output: RequestOutput | None = None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(arrived.put_nowait, output)
 
         overrides["on_output"] = forward
         service = self._service
-        service.start()
-        left = set(
-            service.submit(prompt_ids, generation_config, request_id, overrides, private=True)
-        )
-        try:
-            while left:
-                output = await arrived.get()
-                if output.finished:
-                    left.discard(output.request_id)
-                yield output
-        finally:
-            for sequence in left:
-                with contextlib.suppress(KeyError):
-                    self.cancel(sequence)
+        with service.stepping(on_stop=forward):
+            left = set(
+                service.submit(prompt_ids, generation_config, request_id, overrides, private=True)
+            )
+            try:
+                while left:
+                    output = await arrived.get()
+                    if output is None:
+                        raise TorchPagedError(
+                            "the engine was stopped while generate_async waited for tokens; let "
+                            "it end before stop(), use paused() to write to the weights, or call "
+                            "generate_async again, which starts the engine"
+                        )
+                    if output.finished:
+                        left.discard(output.request_id)
+                    yield output
+            finally:
+                for sequence in left:
+                    with contextlib.suppress(KeyError, TorchPagedError):
+                        self.cancel(sequence)
 
     def start(self) -> None:
         """Step in a thread of the engine's own whenever there is work, until `stop` or `close`."""
         self._service.start()
 
     def stop(self) -> None:
-        """End the engine's own thread; requests that are left wait for someone to step."""
+        """End the engine's own thread; requests that are left wait for someone to step.
+
+        Those of `generate_async` raise `TorchPagedError` where they are waited for.
+        """
         self._service.stop()
 
     @contextlib.contextmanager

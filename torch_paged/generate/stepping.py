@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -23,22 +24,27 @@ class Mailbox:
 
     def __init__(self, *, tokens: bool) -> None:
         self.tokens = tokens
-        self.outputs: deque[RequestOutput] = deque()
+        self._lock = threading.Lock()
+        self._outputs: list[RequestOutput] = []
 
     def put(self, outputs: Iterable[RequestOutput]) -> None:
         """Deliver outputs."""
-        self.outputs.extend(out for out in outputs if self.tokens or out.finished)
+        if not self.tokens:
+            outputs = [out for out in outputs if out.finished]
+        with self._lock:
+            self._outputs += outputs
 
     def drain(self) -> list[RequestOutput]:
         """Take what is there."""
-        taken = []
-        while self.outputs:
-            taken.append(self.outputs.popleft())
+        with self._lock:
+            taken, self._outputs = self._outputs, []
         return taken
 
 
 class Stepper:
     """A thread that calls `advance` while there is work, and sleeps while there is none.
+
+    It ends with the object whose methods these are, which it does not keep alive.
 
     Args:
         advance: takes one step; must not raise.
@@ -46,12 +52,11 @@ class Stepper:
     """
 
     def __init__(self, advance: Callable[[], None], has_work: Callable[[], bool]) -> None:
-        self._advance = advance
-        self._has_work = has_work
+        self._advance = weakref.WeakMethod(advance)
+        self._has_work = weakref.WeakMethod(has_work)
         self._lock = threading.Lock()
-        self._changed = threading.Event()
+        self._alarm: _Alarm | None = None
         self._thread: threading.Thread | None = None
-        self._stopping = False
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -64,34 +69,75 @@ class Stepper:
         with self._lock:
             if self.thread is not None:
                 return
-            self._stopping = False
+            alarm = self._alarm = _Alarm()
+            advance, has_work = self._advance(), self._has_work()
+            assert advance is not None and has_work is not None
             self._thread = threading.Thread(
-                target=self._run, name="torch_paged engine", daemon=True
+                target=_step_along,
+                args=(alarm, weakref.WeakMethod(advance), weakref.WeakMethod(has_work, alarm)),
+                name="torch_paged engine",
+                daemon=True,
             )
             self._thread.start()
 
     def notify(self) -> None:
         """Say that there may be work."""
-        self._changed.set()
+        alarm = self._alarm
+        if alarm is not None:
+            alarm()
 
     def stop(self) -> None:
         """End the thread and wait for it; a call from the thread itself does not wait."""
         with self._lock:
             thread, self._thread = self._thread, None
-            self._stopping = True
-        self._changed.set()
+            alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm.stops = True
+            alarm()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _run(self) -> None:
-        while not self._stopping:
-            if not self._has_work():
-                self._changed.wait()
-                self._changed.clear()
-                continue
-            self._advance()
+
+class _Alarm:
+    """Wakes a thread; may ring anywhere, also from a finalizer in that thread."""
+
+    def __init__(self) -> None:
+        self.stops = False
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __call__(self, _: object = None) -> None:
+        self._rings.put(None)
+
+    def wait(self) -> None:
+        """Sleep until it rings, or has rung since it was heard last."""
+        self._rings.get()
+        self.hear()
+
+    def hear(self) -> None:
+        """Forget the rings so far."""
+        while not self._rings.empty():
+            self._rings.get()
+
+
+def _step_along(
+    alarm: _Alarm,
+    advance: weakref.WeakMethod[Callable[[], None]],
+    has_work: weakref.WeakMethod[Callable[[], bool]],
+) -> None:
+    while not alarm.stops:
+        alarm.hear()
+        ask, go = has_work(), advance()
+        if ask is None or go is None:
+            return
+        works = ask()
+        if works:
+            go()
+        del ask, go
+        if works:
             # Locks are not fair: give others a chance to take the model's.
             time.sleep(0)
+        else:
+            alarm.wait()
 
 
 @contextlib.contextmanager
