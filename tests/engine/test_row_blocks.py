@@ -35,7 +35,7 @@ class Contents:
         self.table: list[list[int]] = [[] for _ in range(num_slots)]
 
     def apply(self, updates) -> None:
-        for slot, first, ids in updates:
+        for slot, first, ids, _ in updates:
             self.table[slot][first : first + len(ids)] = ids
 
     def copy(self, pairs) -> None:
@@ -60,7 +60,8 @@ def test_equal_rows_share_full_blocks(length) -> None:
     full = length // SIZE
     assert allocator.num_live == full + (3 if length % SIZE else 0)
     assert len(copies) == (2 if length % SIZE else 0)
-    assert [ids[:full] for ids in rows.ids] == [rows.ids[0][:full]] * 3
+    ids = [held.ids for (held,) in rows.held]
+    assert [own[:full] for own in ids] == [ids[0][:full]] * 3
     assert len(updates) >= 2
     rows.close()
     assert allocator.num_live == 0
@@ -82,7 +83,7 @@ def test_no_room_changes_nothing() -> None:
         rows.reorder([0, 0, 0], [5] * 3)
     with pytest.raises(OutOfBlocks):
         rows.grow([5, 5, 5])
-    assert [len(ids) for ids in rows.ids] == [2, 0, 0]
+    assert [len(held.ids) for (held,) in rows.held] == [2, 0, 0]
     assert allocator.num_live == 2
     allocator.check_integrity()
 
@@ -113,7 +114,7 @@ def test_random_beams_read_what_their_ancestors_wrote(seed) -> None:
         ahead = chance.randint(1, 3)
         device.apply(rows.grow([n + ahead for n in lengths]))
         for row in range(count):
-            block = rows.ids[row][lengths[row] // SIZE]
+            block = rows.held[row][0].ids[lengths[row] // SIZE]
             assert allocator.refcount(block) == 1, "a block to be written has one owner"
             device.write(rows.slots[row], lengths[row], (row, step))
             history[row].append((row, step))

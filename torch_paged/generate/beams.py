@@ -97,8 +97,13 @@ def _run(model: Any, session: Session, call: Call) -> Any:
     prompts, columns = pack(session.step.device, call.input_ids, kwargs, config)
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
-    with BatchRun(session.core, prompts, limits, lag=0, steps_ahead=1) as run:
-        stand_in, cache = RunAsModel(model, run), seams.call_cache(kwargs)
+    cache = seams.call_cache(kwargs)
+    kept = cache is not None and (
+        config.return_dict_in_generate or seams.cache_is_user_defined(cache)
+    )
+    core = session.core
+    with BatchRun(core, prompts, limits, lag=0, steps_ahead=1, keeps_kv=kept) as run:
+        stand_in = RunAsModel(model, run)
         if (name := seams.cache_name(kwargs)) is not None:
             kwargs[name] = BeamBlocks(run)
         output = seams.DECODING_SEAMS["_beam_search"].original(
@@ -110,8 +115,7 @@ def _run(model: Any, session: Session, call: Call) -> Any:
             synced_gpus=False,
             **kwargs,
         )
-        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-        if cache is not None and kept:
+        if kept:
             fill_cache(cache, run, columns, stand_in.num_steps, session.step.dtype)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged.engine.batch import BatchRun, CachedKV
+from torch_paged.engine.batch import BatchRun
+from torch_paged.engine.packed_prompts import CachedKV
 from torch_paged.patches import seams
 
 

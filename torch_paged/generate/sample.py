@@ -109,7 +109,11 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
-    with BatchRun(session.core, prompts, limits, lag) as run:
+    cache = seams.call_cache(call.model_kwargs)
+    kept = cache is not None and (
+        config.return_dict_in_generate or seams.cache_is_user_defined(cache)
+    )
+    with BatchRun(session.core, prompts, limits, lag, keeps_kv=kept) as run:
         logits = run.prefill()
         if decision.loop == "stepped":
             sequences, num_steps, extras = _stepped(run, logits, call, decision)
@@ -127,9 +131,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
-        cache = seams.call_cache(call.model_kwargs)
-        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-        if cache is not None and kept:
+        if kept:
             fill_cache(cache, run, columns, num_steps, session.step.dtype)
         if not config.return_dict_in_generate:
             return sequences
