@@ -6,7 +6,8 @@ takes it writes it in that step at the earliest, behind all steps that read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.layout import LayerKind
@@ -108,15 +109,29 @@ class RequestBlocks:
                 self._allocator.free(held.drop_before(column))
 
     def filled(self, request: Request) -> tuple[int, ...]:
-        """Return the blocks held with computed tokens in them, always in the same order."""
+        """Return the blocks held with computed tokens in them, in the order of swapping."""
         end = self._columns(request.num_computed_tokens)
         return tuple(i for held in request.blocks for i in held.columns(held.first, end))
 
-    def close(self, request: Request) -> None:
-        """Give all blocks back; where they began stays known."""
+    def close(self, request: Request) -> tuple[int, ...]:
+        """Give all blocks back; where they began stays known.
+
+        Returns the blocks that its next token would read; whoever copies them does so before they
+        are written by others.
+        """
+        self.drop_behind(request, request.num_computed_tokens)
+        filled = self.filled(request)
         for held in request.blocks:
             self._allocator.free(held.ids)
             held.ids = []
+        return filled
+
+    def too_large(self, num_blocks: int) -> str:
+        """Say that a request for `num_blocks` blocks can never run."""
+        return (
+            f"the request needs {num_blocks} KV blocks and the pool has "
+            f"{self._allocator.num_blocks}; raise kv_cache_memory or shorten the request"
+        )
 
     def problems(self, request: Request, num_computed: int) -> Iterator[str]:
         """Say what is wrong with the blocks of a running request."""
@@ -127,6 +142,13 @@ class RequestBlocks:
                 yield f"{name!r} has {len(held.ids)} blocks"
             if held.first > held.kind.first_column(num_computed, self._block_size):
                 yield f"{name!r} has lost blocks that its window shows"
+
+    def owner_problems(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Say which blocks have more holders than the allocator knows of."""
+        holders = Counter(block for request in requests for block in request.block_ids)
+        for block, count in holders.items():
+            if self._allocator.refcount(block) < count:
+                yield f"block {block} has more holders than owners: {count}"
 
     def _columns(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

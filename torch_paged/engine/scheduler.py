@@ -12,24 +12,23 @@ because steps are launched in order on one stream.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from heapq import heappop, heappush
 from itertools import chain
 from typing import Literal
 
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.layout import ONE_KIND, LayerKind
 from torch_paged.cache.prefix import PrefixCache
+from torch_paged.engine.deadlines import Deadlines
 from torch_paged.engine.decode_clock import DecodeClock
+from torch_paged.engine.integrity import check_requests
 from torch_paged.engine.prefix_reuse import PrefixReuse
 from torch_paged.engine.request import FinishReason, Request, RequestStatus
 from torch_paged.engine.request_blocks import RequestBlocks
 from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.engine.step import BlockUpdate, PrefillChunk, ScheduledStep, StepDraft
-from torch_paged.engine.swap import SwapCopy, SwapSpace
+from torch_paged.engine.swap import Swaps, SwapSpace
 from torch_paged.engine.waiting_line import WaitingLine
-from torch_paged.errors import TorchPagedError
 
 
 class Scheduler:
@@ -94,7 +93,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._preempt = preempt
-        self._swap_space = swap_space
+        self._swaps = Swaps(swap_space)
         self._learn = learn
         self._now = now
 
@@ -110,8 +109,7 @@ class Scheduler:
         self._prefilled: list[Request] = []  # in the last step, behind windows
         self._slots = SlotPool(max_num_seqs) if slots is None else slots
         self.num_running = 0  # requests with a slot, prefilling or decoding
-        # Heap of (seconds, arrival, id); an entry may outlive its request by a long time.
-        self._deadlines: list[tuple[float, int, Hashable]] = []
+        self._deadlines = Deadlines()
         self._draft = StepDraft()
 
     @property
@@ -152,8 +150,7 @@ class Scheduler:
             self._end(request, "error", why)
             return
         request.max_new_tokens = min(request.max_new_tokens, tokens_left)
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.arrival, request.request_id))
+        self._deadlines.watch(request)
         self._line.join(request)
 
     def cancel(self, request_id: Hashable) -> None:
@@ -184,7 +181,8 @@ class Scheduler:
         Raises:
             OutOfBlocks: only with ``preempt=False``.
         """
-        self._expire()
+        for request in self._deadlines.passed(self._now(), self._requests):
+            self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
         if decode and not self._grow_at_once():
@@ -193,7 +191,7 @@ class Scheduler:
         budget = max(1, self._max_num_batched_tokens - num_decoding)
         if self._blocks.has_window:
             self._move_windows(budget)
-            num_decoding = len(self._clock.rows) if decode else 0
+            num_decoding = len(self._clock.rows) if decode else 0  # fewer, if it preempted
         prefills = self._plan_prefills(budget)
         step = self._draft.take(num_decoding, prefills, decode=decode)
         self._clock.step += decode
@@ -230,37 +228,14 @@ class Scheduler:
         self._allocator.check_integrity()
         requests = self._requests.values()
         self._slots.check_integrity([r.slot for r in requests if r.slot is not None])
-        problems: list[str] = []
-        for request in requests:
-            name, running = request.request_id, request.status is RequestStatus.RUNNING
-            places = (name in self._prefilling) + (name in self._clock.rows)
-            if {request.slot is not None, places} != {running}:
-                problems.append(f"{name!r} is {request.status.value}, but in {places} places")
-            if request.block_ids and not running:
-                problems.append(f"{name!r} is {request.status.value}, but holds blocks")
-            if running:
-                problems += self._blocks.problems(request, self.num_computed_tokens(request))
-        if self.num_running != len(self._prefilling) + len(self._clock.rows):
-            problems.append(f"num_running is {self.num_running}")
-        holders = Counter(chain.from_iterable(request.block_ids for request in requests))
-        for block, count in holders.items():
-            if self._allocator.refcount(block) < count:
-                problems.append(f"block {block} has more holders than owners: {count}")
-        if problems:
-            raise TorchPagedError("scheduler is inconsistent: " + "; ".join(problems))
-
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._now():
-            _, arrival, request_id = heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival == arrival:
-                self._end(request, "cancelled", "its deadline has passed")
+        check_requests(requests, self._prefilling, self._clock, self._blocks, self.num_running)
 
     def _move_windows(self, budget: int) -> None:
         """Give prompts that go on the blocks of their next chunks, and take what is behind."""
         for request in self._prefilled:
             if request.decode_since >= 0:
                 self._blocks.drop_behind(request, self.num_computed_tokens(request))
+            self._line.head_waits = False
         self._prefilled.clear()
         for request in list(self._prefilling.values()):
             if budget == 0:
@@ -322,15 +297,14 @@ class Scheduler:
                 self._blocks.open(request)
             if needed <= self._allocator.num_blocks and self.num_running:
                 return False
-            self._end(request, "error", self._too_large(needed))
+            self._end(request, "error", self._blocks.too_large(needed))
             return True
         request.status = RequestStatus.RUNNING
         request.slot = self._slots.take()
         self.num_running += 1
         if swapped:
-            device_blocks = self._blocks.filled(request)
-            self._draft.swap_ins.append(SwapCopy(request, device_blocks, request.host_block_ids))
-            self._give_back_swapped(request)
+            copy = self._swaps.bring_in(request, self._blocks.filled(request))
+            self._draft.swap_ins.append(copy)
         else:
             request.num_computed_tokens = found
         request.num_cached_tokens = request.num_computed_tokens
@@ -369,7 +343,7 @@ class Scheduler:
             running = chain(self._prefilling.values(), self._clock.rows.values())
             victim = max(running, key=lambda r: (r.rank, r.arrival))
             if self.num_running == 1:
-                self._end(request, "error", self._too_large(len(request.block_ids) + count))
+                self._end(request, "error", self._blocks.too_large(len(request.block_ids) + count))
             else:
                 self._preempt_request(victim)
             if victim is request:
@@ -378,12 +352,9 @@ class Scheduler:
 
     def _preempt_request(self, request: Request, *, trusted: bool = True) -> None:
         filled = self._vacate(request, trusted=trusted)
-        host = None
-        if self._swap_space is not None and filled and trusted:
-            host = self._swap_space.take(request, len(filled))
-        if host is not None:
-            request.host_block_ids = tuple(host)
-            self._draft.swap_outs.append(SwapCopy(request, filled, request.host_block_ids))
+        copy = self._swaps.take_out(request, filled) if trusted else None
+        if copy is not None:
+            self._draft.swap_outs.append(copy)
         else:
             request.num_computed_tokens = 0
             self._blocks.open(request)
@@ -395,8 +366,7 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.slot is not None:
             self._vacate(request, trusted=reason != "error")
-        if request.host_block_ids:
-            self._give_back_swapped(request)
+        self._swaps.drop(request)
         self._line.head_waits = False
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
@@ -406,8 +376,7 @@ class Scheduler:
     def _vacate(self, request: Request, *, trusted: bool) -> tuple[int, ...]:
         """Take its slot and blocks from a running request; others may find `trusted` ones.
 
-        Returns the blocks that its next token would read: they can be copied before they are
-        written by others.
+        Returns the blocks that its next token would read.
         """
         assert request.slot is not None
         self._draft.withdraw(request)
@@ -424,21 +393,7 @@ class Scheduler:
         self._slots.give_back(request.slot)
         self.num_running -= 1
         request.slot = None
-        self._blocks.drop_behind(request, request.num_computed_tokens)
-        filled = self._blocks.filled(request)
-        self._blocks.close(request)
-        return filled
-
-    def _give_back_swapped(self, request: Request) -> None:
-        assert self._swap_space is not None
-        self._swap_space.give_back(request.host_block_ids)
-        request.host_block_ids = ()
-
-    def _too_large(self, num_blocks: int) -> str:
-        return (
-            f"the request needs {num_blocks} KV blocks and the pool has "
-            f"{self._allocator.num_blocks}; raise kv_cache_memory or shorten the request"
-        )
+        return self._blocks.close(request)
 
 
 __all__ = ["BlockUpdate", "PrefillChunk", "ScheduledStep", "Scheduler"]
