@@ -16,7 +16,7 @@ DEFAULT_EOS_IDS = 8
 DEFAULT_RING = 1024
 # Of one slot: its token, the token's log-probability, finished, failed.
 _REPORT_BYTES = 8 + 4 + 1 + 1
-_NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished")
+_NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished", "table_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class SlotState:
             self.block_tables = torch.zeros(
                 (num_tables, max_num_seqs, max_blocks), dtype=torch.int32, device=device
             )
+            self.table_rows = self.block_tables.view(-1, max_blocks)
             # Both zero between kernels; each kernel that counts in them leaves them so.
             self.linear_counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.counters = torch.zeros(
@@ -173,6 +174,7 @@ class SlotState:
         with torch.inference_mode(False):
             wide = old.new_zeros((*old.shape[:2], max_blocks))
             wide[..., : old.shape[2]].copy_(old)
+            self.table_rows = wide.view(-1, max_blocks)
         self.block_tables = wide
 
     def write_blocks(self, updates: Sequence[tuple[int, int, Sequence[int], int]]) -> None:
@@ -190,7 +192,7 @@ class SlotState:
             return
         host = torch.frombuffer(packed, dtype=torch.int64).view(3, count)
         rows, columns, blocks = to_device(host, self.device)
-        self.block_tables.view(-1, self.max_blocks)[rows, columns] = blocks.to(torch.int32)
+        self.table_rows[rows, columns] = blocks.to(torch.int32)
 
 
 def report_bytes(num_slots: int) -> int:

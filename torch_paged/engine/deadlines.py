@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from torch_paged.engine.request import Request
@@ -20,9 +20,11 @@ class Deadlines:
         if request.deadline is not None:
             heappush(self._heap, (request.deadline, request.arrival, request.request_id))
 
-    def passed(self, now: float, requests: Mapping[Hashable, Request]) -> Iterator[Request]:
-        """Yield those of `requests` whose deadline is not after `now`, each once."""
-        while self._heap and self._heap[0][0] <= now:
+    def passed(
+        self, now: Callable[[], float], requests: Mapping[Hashable, Request]
+    ) -> Iterator[Request]:
+        """Yield those of `requests` whose deadline is not after `now()`, each once."""
+        while self._heap and self._heap[0][0] <= now():
             _, arrival, request_id = heappop(self._heap)
             request = requests.get(request_id)
             if request is not None and request.arrival == arrival:

@@ -99,7 +99,8 @@ class Request:
     @property
     def num_columns(self) -> int:
         """Columns of the block tables up to which all kinds of layer have had blocks."""
-        return min(held.end for held in self.blocks)
+        blocks = self.blocks
+        return blocks[0].end if len(blocks) == 1 else min(held.end for held in blocks)
 
     @property
     def max_kv_tokens(self) -> int:

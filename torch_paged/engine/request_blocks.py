@@ -85,6 +85,13 @@ class RequestBlocks:
         start = 0
         for request in requests:
             assert request.slot is not None
+            if self.num_tables == 1:
+                # One kind of layers is the common case, and this runs for every block of a row.
+                (held,) = request.blocks
+                updates.append(BlockUpdate(request.slot, held.end, (ids[start],)))
+                held.ids.append(ids[start])
+                start += 1
+                continue
             for held in request.blocks:
                 end = held.end
                 held.ids += ids[start : start + held.kind.num_tables]

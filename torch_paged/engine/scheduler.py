@@ -181,7 +181,7 @@ class Scheduler:
         Raises:
             OutOfBlocks: only with ``preempt=False``.
         """
-        for request in self._deadlines.passed(self._now(), self._requests):
+        for request in self._deadlines.passed(self._now, self._requests):
             self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
@@ -315,9 +315,10 @@ class Scheduler:
     def _grow_at_once(self) -> bool:
         """Give every row whose blocks are full one more, if that many are free."""
         due = list(self._clock.rows_to_grow(1))
-        if self._blocks.has_window:
-            for request in due:
-                self._blocks.drop_behind(request, self.num_computed_tokens(request))
+        if not due:
+            return True
+        for request in due if self._blocks.has_window else ():
+            self._blocks.drop_behind(request, self.num_computed_tokens(request))
         updates = self._blocks.grow_all(due)
         self._draft.block_updates += updates or ()
         for request in due:
