@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import prompt, smallest_gap, tiny
+from models import CACHE_NAME, prompt, smallest_gap, tiny
 from torch import nn
-from transformers import Gemma2Config, Gemma3TextConfig, MistralConfig
+from transformers import DynamicCache, Gemma2Config, Gemma3TextConfig, MistralConfig
 
 import torch_paged
 from torch_paged.engine.batch import BatchRun
@@ -120,7 +120,7 @@ def test_long_decode_stays_in_a_pool_of_its_windows(
 ) -> None:
     """Blocks of the whole context would not fit; those given back are written by others."""
     monkeypatch.setattr("torch_paged.engine.batch._STEPS_AHEAD", 4)
-    defaults = {"steps_ahead": 4, "keeps_kv": False}
+    defaults = {"steps_ahead": 4, "keeps": "nothing"}
     monkeypatch.setattr(BatchRun.__init__, "__kwdefaults__", defaults)
     model = model_of(name)
     lengths = [3, 40, 17]
@@ -175,14 +175,26 @@ def test_beams_share_windows_and_answer_alike(
     assert find_session(model).core.allocator.num_live == 0
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["limit", "end token"])
+@pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_returned_cache_is_what_the_model_returns(
-    name: str, accelerate: Callable[..., nn.Module]
+    name: str,
+    num_beams: int,
+    stops: bool,
+    accelerate: Callable[..., nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    defaults = {"steps_ahead": 1, "keeps": "nothing"}  # drops as early and as often as it can
+    monkeypatch.setattr(BatchRun.__init__, "__kwdefaults__", defaults)
     model = model_of(name)
-    ids, mask = left_padded([19, 6])
-    kwargs = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    ids, mask = left_padded([19, 12])
+    kwargs = {"max_new_tokens": 31, "do_sample": False, "pad_token_id": 0, "num_beams": num_beams}
     kwargs |= {"attention_mask": mask, "return_dict_in_generate": True}
+    if stops:
+        # Ends late in the run of both rows, with steps behind it in flight.
+        new = model.generate(ids, **kwargs).sequences[:, ids.shape[1] :]
+        kwargs["eos_token_id"] = new[:, 24].tolist()
     expected = model.generate(ids, **kwargs)
     accelerate(model, block_size=SIZE, max_num_batched_tokens=16, lag=4)
     got = model.generate(ids, **kwargs)
@@ -190,9 +202,12 @@ def test_returned_cache_is_what_the_model_returns(
     pairs = zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True)
     for own, theirs in pairs:
         assert type(own) is type(theirs) and own.get_seq_length() == theirs.get_seq_length()
-        real = mask.sum(-1).min() + 29  # of the short row, columns of padding hold anything
+        # Columns of padding, 7 in the short row, hold anything.
+        real = theirs.keys.shape[2] - (0 if getattr(theirs, "is_sliding", False) else 7)
         for mine, reference in ((own.keys, theirs.keys), (own.values, theirs.values)):
-            torch.testing.assert_close(mine[..., -real:, :], reference[..., -real:, :])
+            assert mine.shape == reference.shape
+            near = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(mine[..., -real:, :], reference[..., -real:, :], **near)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -206,3 +221,21 @@ def test_released_memory_is_taken_again(name: str, accelerate: Callable[..., nn.
         assert torch.equal(model.generate(ids, attention_mask=mask, **kwargs), expected)
         torch_paged.release(model)
         assert torch_paged.stats(model).kv_bytes == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_cache_of_the_caller_gets_every_token(
+    name: str, accelerate: Callable[..., nn.Module]
+) -> None:
+    """It has no windows: what ours would have dropped is kept for it."""
+    model = model_of(name)
+    ids, mask = left_padded([19, 19])
+    kwargs = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    expected, got = DynamicCache(), DynamicCache()
+    theirs = model.generate(ids, **{CACHE_NAME: expected}, **kwargs)
+    accelerate(model, block_size=SIZE, max_num_batched_tokens=16, lag=4)
+    assert torch.equal(model.generate(ids, **{CACHE_NAME: got}, **kwargs), theirs)
+    for own, reference in zip(got.layers, expected.layers, strict=True):
+        near = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(own.keys, reference.keys, **near)
+        torch.testing.assert_close(own.values, reference.values, **near)

@@ -54,6 +54,12 @@ class CacheLayout:
         """Block tables of all kinds; so many blocks are one column of a row."""
         return sum(kind.num_tables for kind in self.kinds)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By layer, how many of the newest tokens are kept for it; 0: all."""
+        by_table = [kind.window for kind in self.kinds for _ in range(kind.num_tables)]
+        return tuple(by_table[table] for table, _ in self.places)
+
 
 ONE_KIND = (LayerKind(),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ _STEPS_AHEAD = 64
 _MAX_INT32 = 2**31 - 1
 
 Deliver = Callable[[Tensor], None]
+# What of the keys and values is wanted when the run has ended: with "windows", of layers that have
+# one, what it shows.
+Keeps = Literal["nothing", "windows", "all"]
 
 
 class BatchRun:
@@ -40,7 +44,7 @@ class BatchRun:
     Args:
         lag: decode steps launched ahead of the newest result the host has seen.
         steps_ahead: decode steps for which blocks are handed out at a time.
-        keeps_kv: keep what has left the windows too, for `gather_kv`.
+        keeps: what `gather_kv` will be asked for.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class BatchRun:
         lag: int,
         *,
         steps_ahead: int = _STEPS_AHEAD,
-        keeps_kv: bool = False,
+        keeps: Keeps = "nothing",
     ) -> None:
         self._core = core
         self._prompts = prompts
@@ -71,7 +75,10 @@ class BatchRun:
             core.make_room_beyond,
             core.layout.kinds,
         )
-        self._drops = self._blocks.has_window and not keeps_kv and not any(self._cached)
+        self._keeps = keeps
+        self._drops = self._blocks.has_window and keeps != "all" and not any(self._cached)
+        # Steps launched past the end move the windows too far.
+        self._drop_late = 0 if keeps == "nothing" else lag + 1
         self._launched = 0
         self._blocks_until = 0
         self._chunks: list[Tensor] = []
@@ -323,7 +330,8 @@ class BatchRun:
             return
         if self._drops:
             # In front of the next launch: those in flight may still read it, in order.
-            self._blocks.drop_behind([length + self._launched - 1 for length in self._lengths])
+            newest = self._launched - 1 - self._drop_late
+            self._blocks.drop_behind([max(length + newest, 0) for length in self._lengths])
         steps = min(self._launched + self._steps_ahead, self._limits.max_new_tokens - 1)
         updates = self._blocks.grow([length + steps for length in self._lengths])
         self._core.ensure_columns(max(self._lengths) + steps)
@@ -345,12 +353,12 @@ class BatchRun:
     def gather_kv(self, layer: int, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Copy out the keys and values of each row: [num_kv_heads, num_tokens, head_dim] each.
 
-        What was in a cache before the run is left out.
+        What was in a cache before the run is left out; what the run did not keep is undefined.
 
         Args:
             num_steps: steps kept; the token of the last one is not in the cache yet.
         """
-        assert not self._drops, "a run whose keys and values are wanted is told so"
+        assert self._keeps != "nothing", "a run whose keys and values are wanted is told so"
         rows = [
             (slot, self._cached[source], length + num_steps - 1)
             for slot, source, length in zip(

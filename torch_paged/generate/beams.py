@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.generate.decide import Call, fallback_reasons
-from torch_paged.generate.past import fill_cache
+from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
@@ -98,11 +98,9 @@ def _run(model: Any, session: Session, call: Call) -> Any:
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
     cache = seams.call_cache(kwargs)
-    kept = cache is not None and (
-        config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-    )
     core = session.core
-    with BatchRun(core, prompts, limits, lag=0, steps_ahead=1, keeps_kv=kept) as run:
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)
+    with BatchRun(core, prompts, limits, lag=0, steps_ahead=1, keeps=keeps) as run:
         stand_in = RunAsModel(model, run)
         if (name := seams.cache_name(kwargs)) is not None:
             kwargs[name] = BeamBlocks(run)
@@ -115,7 +113,7 @@ def _run(model: Any, session: Session, call: Call) -> Any:
             synced_gpus=False,
             **kwargs,
         )
-        if kept:
+        if keeps != "nothing":
             fill_cache(cache, run, columns, stand_in.num_steps, session.step.dtype)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)

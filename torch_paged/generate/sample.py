@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
-from torch_paged.generate.past import fill_cache
+from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.samplers import make_sampler
@@ -110,10 +110,8 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     )
     extras: dict[str, Any] = {}
     cache = seams.call_cache(call.model_kwargs)
-    kept = cache is not None and (
-        config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-    )
-    with BatchRun(session.core, prompts, limits, lag, keeps_kv=kept) as run:
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
+    with BatchRun(session.core, prompts, limits, lag, keeps=keeps) as run:
         logits = run.prefill()
         if decision.loop == "stepped":
             sequences, num_steps, extras = _stepped(run, logits, call, decision)
@@ -131,7 +129,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
-        if kept:
+        if keeps != "nothing":
             fill_cache(cache, run, columns, num_steps, session.step.dtype)
         if not config.return_dict_in_generate:
             return sequences
