@@ -45,9 +45,12 @@ THIRD_PARTY = {
 }
 PURE_PYTHON = [
     "torch_paged.cache.blocks",
+    "torch_paged.cache.layout",
     "torch_paged.cache.prefix",
     "torch_paged.config",
+    "torch_paged.engine.held_blocks",
     "torch_paged.engine.request",
+    "torch_paged.engine.row_blocks",
     "torch_paged.engine.scheduler",
     "torch_paged.errors",
     "torch_paged.graphs.buckets",

@@ -89,7 +89,7 @@ class Stats:
         tokens: tokens handed out.
         steps: decode steps run.
         ms_per_step: mean time of a decode step; None before the first.
-        kv_blocks_total: blocks the pool holds now.
+        kv_blocks_total: blocks the pool holds now; each serves one block table's layers.
         kv_blocks_used: blocks that sequences hold now.
         kv_bytes: memory of the pool, also where torch's own counters do not see it.
         graphs: CUDA graphs held.

@@ -1,7 +1,8 @@
 """An engine without a model, which runs what a scheduler hands out on a cache of tokens.
 
-The next token is a hash of all tokens found in the cache, read through the block table. So a
-block that is wrong, stale, overwritten or missing gives a wrong token, or none.
+A cache entry stands for the token and all before it, and for the block table that it belongs to.
+The next token is a hash of all entries that the layers can see, read through the block tables. So
+a block that is wrong, stale, overwritten or missing gives a wrong token, or none.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND, LayerKind
 from torch_paged.cache.prefix import PrefixCache
+from torch_paged.engine.held_blocks import holder_of
 from torch_paged.engine.request import Request, RequestStatus
-from torch_paged.engine.scheduler import ScheduledStep, Scheduler
+from torch_paged.engine.scheduler import BlockUpdate, ScheduledStep, Scheduler
 
 
-def next_token(ids: Sequence[int], vocab_size: int) -> int:
-    """Return the token that follows `ids`."""
-    return zlib.crc32(repr(list(ids)).encode()) % vocab_size
+def history(ids: Sequence[int], before: int = 0) -> list[int]:
+    """Return for each token a number that stands for it and for all before it."""
+    numbers = []
+    for token in ids:
+        before = zlib.crc32(repr((before, token)).encode())
+        numbers.append(before)
+    return numbers
+
+
+def entry(table: int, number: int) -> int:
+    """Return what a layer of a block table keeps for a token."""
+    return zlib.crc32(repr((table, number)).encode())
 
 
 @dataclass
@@ -28,6 +40,7 @@ class Row:
     request: Request
     context_len: int
     last_token: int
+    history: int  # of the tokens in the cache
 
 
 class SimulatedEngine:
@@ -43,10 +56,12 @@ class SimulatedEngine:
         allocator: BlockAllocator,
         *,
         block_size: int,
+        kinds: Sequence[LayerKind] = ONE_KIND,
         lag: int = 0,
         vocab_size: int = 1 << 20,
         eos: int | None = None,
     ) -> None:
+        self.kinds = kinds
         self.scheduler = scheduler
         self.allocator = allocator
         self.block_size = block_size
@@ -59,7 +74,7 @@ class SimulatedEngine:
         self.reasons: dict[Hashable, str | None] = {}
         self.cache: dict[int, dict[int, int]] = {}  # block -> offset -> token
         self.host: dict[int, dict[int, int]] = {}
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}  # (table, slot) -> columns
         self.rows: dict[int, Row] = {}  # decoding, by slot
         self.prefilled: dict[Hashable, Row] = {}
         self.in_flight: deque[list[tuple[Request, int]]] = deque()
@@ -116,23 +131,21 @@ class SimulatedEngine:
         samples += [sample for chunk in step.prefills for sample in self.prefill(*chunk)]
         self.in_flight.append(samples)
 
-    def write_updates(self, updates: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
-        entries = [(u[0], u[1] + i) for u in updates for i in range(len(u[2]))]
+    def write_updates(self, updates: Sequence[BlockUpdate]) -> None:
+        entries = [(u[0], u[1] + i, u[3]) for u in updates for i in range(len(u[2]))]
         assert len(set(entries)) == len(entries), "the order of equal indices is not defined"
-        for slot, first, block_ids in updates:
-            table = self.tables.setdefault(slot, [])
-            del table[first:]
-            assert len(table) == first
-            table += block_ids
+        for slot, first, block_ids, table in updates:
+            row = self.tables.setdefault((table, slot), {})
+            row.update(enumerate(block_ids, first))
 
     def decode_rows(self) -> list[tuple[Request, int]]:
         samples = []
         for row in self.rows.values():
-            block = row.request.block_ids[row.context_len // self.block_size]
-            assert self.allocator.refcount(block) == 1, "a shared block must not be written"
-            self.write(row.request, row.context_len, row.last_token)
-            row.context_len += 1
+            (row.history,) = history([row.last_token], row.history)
+            for block in self.write(row.request, row.context_len, row.history):
+                assert self.allocator.refcount(block) == 1, "a shared block must not be written"
             row.last_token = self.sample(row.request, row.context_len)
+            row.context_len += 1
             samples.append((row.request, row.last_token))
         return samples
 
@@ -142,30 +155,54 @@ class SimulatedEngine:
         # Blocks that others compute in this step may be shared already, but only before `start`.
         assert length > 0 and start >= request.num_cached_tokens
         tokens = [*self.prompt(request), *request.output_ids]
+        numbers = history(tokens)
         for position in range(start, start + length):
-            self.write(request, position, tokens[position])
+            self.write(request, position, numbers[position])
         self.num_computed += length
+        # Every token looks at the cache, and would hand on what is wrong there.
+        for position in range(start, start + length):
+            token = self.sample(request, position)
+            assert token == self.token_after(tokens[: position + 1])
         if not is_last:
             return []
         assert start + length == len(tokens)
-        token = self.sample(request, start + length)
-        self.prefilled[request.request_id] = Row(request, start + length, token)
+        self.prefilled[request.request_id] = Row(request, start + length, token, numbers[-1])
         return [(request, token)]
 
-    def write(self, request: Request, position: int, token: int) -> None:
+    def write(self, request: Request, position: int, number: int) -> list[int]:
+        """Write a token to all tables; return the blocks written."""
         assert request.slot is not None
-        block = self.tables[request.slot][position // self.block_size]
-        assert block in request.block_ids
-        self.cache.setdefault(block, {})[position % self.block_size] = token
+        column, offset = divmod(position, self.block_size)
+        blocks = []
+        for table in range(sum(kind.num_tables for kind in self.kinds)):
+            block = self.tables[table, request.slot][column]
+            held = holder_of(request.blocks, table)
+            assert block in held.columns(column, column + 1)
+            self.cache.setdefault(block, {})[offset] = entry(table, number)
+            blocks.append(block)
+        return blocks
 
-    def sample(self, request: Request, context_len: int) -> int:
+    def sample(self, request: Request, position: int) -> int:
+        """Return the token behind the one at `position`, from what this one sees."""
         assert request.slot is not None
-        table = self.tables[request.slot]
-        found = [
-            self.cache[table[i // self.block_size]][i % self.block_size]
-            for i in range(context_len)
-        ]
-        return next_token(found, self.vocab_size)
+        found = []
+        for kind in self.kinds:
+            first = max(0, position - kind.window + 1) if kind.window else 0
+            for table in range(kind.first_table, kind.first_table + kind.num_tables):
+                row = self.tables[table, request.slot]
+                found += [
+                    self.cache[row[i // self.block_size]][i % self.block_size]
+                    for i in range(first, position + 1)
+                ]
+        return zlib.crc32(repr(found).encode()) % self.vocab_size
+
+    def token_after(self, ids: Sequence[int]) -> int:
+        """Return the token that follows `ids` when nothing is wrong."""
+        numbers, found = history(ids), []
+        for kind in self.kinds:
+            for table in range(kind.first_table, kind.first_table + kind.num_tables):
+                found += [entry(table, number) for number in numbers[-kind.window :]]
+        return zlib.crc32(repr(found).encode()) % self.vocab_size
 
     def deliver(self, lag: int) -> None:
         while len(self.in_flight) > lag:
@@ -186,7 +223,7 @@ class SimulatedEngine:
         """What the request generates when it has the engine for itself."""
         ids = self.prompt(request)
         while len(ids) < request.num_prompt_tokens + request.max_new_tokens:
-            ids.append(next_token(ids, self.vocab_size))
+            ids.append(self.token_after(ids))
             if ids[-1] == self.eos:
                 break
         return ids[request.num_prompt_tokens :]
@@ -209,6 +246,7 @@ def make_engine(
     num_blocks: int,
     *,
     block_size: int = 4,
+    kinds: Sequence[LayerKind] = ONE_KIND,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
@@ -221,6 +259,7 @@ def make_engine(
     scheduler = Scheduler(
         allocator,
         block_size=block_size,
+        kinds=kinds,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -228,7 +267,9 @@ def make_engine(
         prefix_cache=PrefixCache(allocator) if prefix_caching else None,
         **options,
     )
-    return SimulatedEngine(scheduler, allocator, block_size=block_size, lag=lag, eos=eos)
+    return SimulatedEngine(
+        scheduler, allocator, block_size=block_size, kinds=kinds, lag=lag, eos=eos
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -10,7 +10,7 @@ def prefilled(name: str, num_tokens: int, max_new_tokens: int, num_blocks: int) 
     """A request behind its prefill, which sampled the first token."""
     request = Request(name, None, max_new_tokens, num_prompt_tokens=num_tokens)
     request.num_computed_tokens, request.num_output_tokens = num_tokens, 1
-    request.block_ids = list(range(num_blocks))
+    request.blocks[0].ids = list(range(num_blocks))
     return request
 
 
@@ -32,7 +32,7 @@ def test_row_grows_before_the_step_that_needs_the_block() -> None:
     clock.start(row)
     assert list(clock.rows_to_grow(2)) == []  # tokens 6 and 7 have room
     assert list(clock.rows_to_grow(3)) == [row]
-    row.block_ids.append(2)
+    row.blocks[0].ids.append(2)
     clock.watch_blocks(row)
     clock.step += 5
     assert list(clock.rows_to_grow(1)) == []

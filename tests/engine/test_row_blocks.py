@@ -7,6 +7,7 @@ import random
 import pytest
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND, LayerKind
 from torch_paged.engine.row_blocks import RowBlocks
 from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.errors import OutOfBlocks
@@ -14,7 +15,16 @@ from torch_paged.errors import OutOfBlocks
 SIZE = 4
 
 
-def rows_over(num_blocks: int, num_rows: int, *, grows: bool = False):
+# With one block table and with several, behind windows of all sizes.
+LAYOUTS = [
+    ONE_KIND,
+    (LayerKind(6),),
+    (LayerKind(), LayerKind(1, 1)),
+    (LayerKind(), LayerKind(5, 1, 2), LayerKind(9, 3)),
+]
+
+
+def rows_over(num_blocks: int, num_rows: int, *, grows: bool = False, kinds=ONE_KIND):
     allocator = BlockAllocator(num_blocks)
 
     def make_room(count: int) -> bool:
@@ -22,7 +32,7 @@ def rows_over(num_blocks: int, num_rows: int, *, grows: bool = False):
             allocator.grow(allocator.num_blocks + count)
         return grows
 
-    rows = RowBlocks(allocator, SlotPool(num_rows), SIZE, make_room)
+    rows = RowBlocks(allocator, SlotPool(num_rows), SIZE, make_room, kinds)
     rows.open(num_rows)
     return allocator, rows
 
@@ -30,13 +40,14 @@ def rows_over(num_blocks: int, num_rows: int, *, grows: bool = False):
 class Contents:
     """What the blocks hold and what the table says, as the device would have it."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, kinds=ONE_KIND) -> None:
+        self.kinds = kinds
         self.blocks: dict[int, list[object]] = {}
-        self.table: list[list[int]] = [[] for _ in range(num_slots)]
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}  # (table, slot) -> columns
 
     def apply(self, updates) -> None:
-        for slot, first, ids in updates:
-            self.table[slot][first : first + len(ids)] = ids
+        for slot, first, ids, table in updates:
+            self.tables.setdefault((table, slot), {}).update(enumerate(ids, first))
 
     def copy(self, pairs) -> None:
         assert not {a for a, _ in pairs} & {b for _, b in pairs}
@@ -44,12 +55,25 @@ class Contents:
         for source, target in pairs:
             self.blocks[target] = list(self.blocks.get(source, [None] * SIZE))
 
-    def write(self, slot: int, index: int, value: object) -> None:
-        block = self.table[slot][index // SIZE]
-        self.blocks.setdefault(block, [None] * SIZE)[index % SIZE] = value
+    def write(self, slot: int, index: int, value: object) -> list[int]:
+        """Write to all tables; return the blocks written."""
+        written = []
+        for table in range(sum(kind.num_tables for kind in self.kinds)):
+            block = self.tables[table, slot][index // SIZE]
+            self.blocks.setdefault(block, [None] * SIZE)[index % SIZE] = (table, value)
+            written.append(block)
+        return written
 
-    def read(self, slot: int, count: int) -> list[object]:
-        return [self.blocks[self.table[slot][i // SIZE]][i % SIZE] for i in range(count)]
+    def check(self, slot: int, expected: list[object]) -> None:
+        """Check that the newest token sees what was written, in every table."""
+        last = len(expected) - 1
+        for kind in self.kinds:
+            first = max(0, last - kind.window + 1) if kind.window else 0
+            for table in range(kind.first_table, kind.first_table + kind.num_tables):
+                columns = self.tables[table, slot]
+                for i in range(first, last + 1):
+                    found = self.blocks[columns[i // SIZE]][i % SIZE]
+                    assert found == (table, expected[i]), (table, i)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
@@ -60,7 +84,8 @@ def test_equal_rows_share_full_blocks(length) -> None:
     full = length // SIZE
     assert allocator.num_live == full + (3 if length % SIZE else 0)
     assert len(copies) == (2 if length % SIZE else 0)
-    assert [ids[:full] for ids in rows.ids] == [rows.ids[0][:full]] * 3
+    ids = [held.ids for (held,) in rows.held]
+    assert [own[:full] for own in ids] == [ids[0][:full]] * 3
     assert len(updates) >= 2
     rows.close()
     assert allocator.num_live == 0
@@ -82,20 +107,21 @@ def test_no_room_changes_nothing() -> None:
         rows.reorder([0, 0, 0], [5] * 3)
     with pytest.raises(OutOfBlocks):
         rows.grow([5, 5, 5])
-    assert [len(ids) for ids in rows.ids] == [2, 0, 0]
+    assert [len(held.ids) for (held,) in rows.held] == [2, 0, 0]
     assert allocator.num_live == 2
     allocator.check_integrity()
 
 
+@pytest.mark.parametrize("kinds", LAYOUTS, ids=["full", "sliding", "hybrid", "three kinds"])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_beams_read_what_their_ancestors_wrote(seed) -> None:
+def test_random_beams_read_what_their_ancestors_wrote(seed, kinds) -> None:
     chance = random.Random(seed)
     groups, beams = chance.randint(1, 3), chance.randint(2, 5)
     count = groups * beams
     starts = [chance.randint(1, 13) for _ in range(groups)]
     lengths = [starts[row // beams] for row in range(count)]
-    allocator, rows = rows_over(0, count, grows=True)
-    device = Contents(count)
+    allocator, rows = rows_over(0, count, grows=True, kinds=kinds)
+    device = Contents(kinds)
     first = [row - row % beams for row in range(count)]
     device.apply(rows.grow([n if row in first else 0 for row, n in enumerate(lengths)]))
     history: list[list[object]] = []
@@ -104,23 +130,52 @@ def test_random_beams_read_what_their_ancestors_wrote(seed) -> None:
         if row in first:
             for i in range(lengths[row]):
                 device.write(rows.slots[row], i, (row, i))
-    order = first
+    order, steps_ahead = first, chance.randint(1, 9)
     for step in range(chance.randint(5, 25)):
         updates, copies = rows.reorder(order, lengths)
         device.apply(updates)
         device.copy(copies)
         history = [list(history[source]) for source in order]
-        ahead = chance.randint(1, 3)
-        device.apply(rows.grow([n + ahead for n in lengths]))
+        if chance.random() < 0.7:  # it may come late
+            rows.drop_behind(lengths)
+        device.apply(rows.grow([n + chance.randint(1, steps_ahead) for n in lengths]))
         for row in range(count):
-            block = rows.ids[row][lengths[row] // SIZE]
-            assert allocator.refcount(block) == 1, "a block to be written has one owner"
-            device.write(rows.slots[row], lengths[row], (row, step))
+            for block in device.write(rows.slots[row], lengths[row], (row, step)):
+                assert allocator.refcount(block) == 1, "a block to be written has one owner"
             history[row].append((row, step))
             lengths[row] += 1
         for row in range(count):
-            assert device.read(rows.slots[row], lengths[row]) == history[row]
+            device.check(rows.slots[row], history[row])
         allocator.check_integrity()
         order = [f + chance.randrange(beams) for f in first]
     rows.close()
     assert allocator.num_live == 0
+
+
+@pytest.mark.parametrize("kinds", LAYOUTS[1:], ids=["sliding", "hybrid", "three kinds"])
+def test_rows_hold_their_windows_alone(kinds) -> None:
+    allocator, rows = rows_over(0, 2, grows=True, kinds=kinds)
+    lengths = [7, 50]
+    rows.grow(lengths)
+    for _ in range(40):
+        rows.drop_behind(lengths)
+        lengths = [n + 1 for n in lengths]
+        rows.grow(lengths)
+    for row, length in zip(rows.held, lengths, strict=True):
+        for held in row:
+            # The newest token, at length - 1, sees `window` tokens.
+            first = max(0, length - held.kind.window) // SIZE if held.kind.window else 0
+            assert (held.first, held.end) == (first, -(-length // SIZE))
+    rows.close()
+    assert allocator.num_live == 0
+
+
+def test_grown_in_one_kind_rows_may_go_on_in_another() -> None:
+    kinds = LAYOUTS[2]
+    allocator, rows = rows_over(20, 1, kinds=kinds)
+    updates = rows.grow([9], windowed=False)
+    assert [(u.table, len(u.block_ids)) for u in updates] == [(0, 3)]
+    updates = rows.grow([6], windowed=True)
+    assert [(u.table, len(u.block_ids)) for u in updates] == [(1, 2)]
+    rows.close()
+    allocator.check_integrity()

@@ -256,7 +256,7 @@ def corrupt_slot(engine: SimulatedEngine) -> None:
 
 
 def corrupt_blocks(engine: SimulatedEngine) -> None:
-    engine.requests["b"].block_ids = engine.requests["a"].block_ids
+    engine.requests["b"].blocks = engine.requests["a"].blocks
 
 
 def corrupt_length(engine: SimulatedEngine) -> None:

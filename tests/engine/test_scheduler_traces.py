@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND, LayerKind
 from torch_paged.cache.prefix import PrefixCache
 from torch_paged.engine.request import Request
 from torch_paged.engine.scheduler import Scheduler
@@ -36,17 +37,42 @@ def requests(draw: st.DrawFn, request_id: int) -> Request:
     )
 
 
+# One kind of layers and several, with one block table and several, windows of all sizes.
+LAYOUTS = [
+    ONE_KIND,
+    ONE_KIND,
+    (LayerKind(1),),
+    (LayerKind(3),),
+    (LayerKind(6, 0, 2),),
+    (LayerKind(), LayerKind(5, 1)),
+    (LayerKind(), LayerKind(2, 1, 3), LayerKind(9, 4)),
+]
+
+
+def most_blocks(engine: SimulatedEngine, num_tokens: int, max_chunk: int) -> int:
+    """Return how many blocks a request of `num_tokens` may need at a time, alone in the pool."""
+    whole, total = -(-num_tokens // engine.block_size), 0
+    for kind in engine.kinds:
+        touched = -(-(kind.window - 1 + max_chunk) // engine.block_size) + 1
+        total += kind.num_tables * (min(whole, touched) if kind.window else whole)
+    return total
+
+
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None]:
+def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None, int]:
     block_size = draw(st.sampled_from([1, 2, 4]))
-    allocator = BlockAllocator(draw(st.integers(1, 48)) // block_size + 1)
+    kinds = draw(st.sampled_from(LAYOUTS))
+    num_tables = sum(kind.num_tables for kind in kinds)
+    allocator = BlockAllocator(draw(st.integers(1, 48)) * num_tables // block_size + 1)
+    max_chunk = draw(st.integers(1, 20))
     prefix_caching = draw(st.booleans())
     host = HostBlocks(draw(st.integers(0, 12))) if draw(st.booleans()) else None
     scheduler = Scheduler(
         allocator,
         block_size=block_size,
+        kinds=kinds,
         max_num_seqs=draw(st.integers(1, 5)),
-        max_num_batched_tokens=draw(st.integers(1, 20)),
+        max_num_batched_tokens=max_chunk,
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         aging_steps=draw(st.sampled_from([1, 8, 256])),
@@ -59,17 +85,18 @@ def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None]:
         scheduler,
         allocator,
         block_size=block_size,
+        kinds=kinds,
         lag=draw(st.sampled_from([0, 1, 4])),
         vocab_size=draw(st.sampled_from([8, 1 << 20])),
         eos=draw(st.sampled_from([None, 3])),
     )
-    return engine, host
+    return engine, host, max_chunk
 
 
 @TRACE
 @given(st.data())
 def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) -> None:
-    engine, host = data.draw(engines())
+    engine, host, max_chunk = data.draw(engines())
     cancelled: set[object] = set()
     for _ in range(data.draw(st.integers(0, 60))):
         for _ in range(data.draw(st.integers(0, 2))):
@@ -91,8 +118,8 @@ def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) ->
         elif reason == "error":
             # Only what cannot fit, alone in the pool, may fail.
             most = request.num_prompt_tokens + max(request.num_output_tokens, 1)
-            capacity = engine.allocator.num_blocks * engine.block_size
-            assert most > min(capacity, MAX_MODEL_LEN - 1)
+            needed = most_blocks(engine, most, max_chunk)
+            assert most >= MAX_MODEL_LEN or needed > engine.allocator.num_blocks
             assert request.error
         else:
             assert request.output_ids == expected
@@ -106,9 +133,14 @@ def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) ->
     max_new_tokens=st.integers(2, 40),
     steps_ahead=st.integers(1, 9),
     first_blocks=st.integers(0, 8),
+    kinds=st.sampled_from(LAYOUTS),
 )
 def test_closed_batch_runs_ahead_in_a_pool_that_grows(
-    lengths: list[int], max_new_tokens: int, steps_ahead: int, first_blocks: int
+    lengths: list[int],
+    max_new_tokens: int,
+    steps_ahead: int,
+    first_blocks: int,
+    kinds: tuple[LayerKind, ...],
 ) -> None:
     allocator = BlockAllocator(first_blocks)
 
@@ -119,13 +151,14 @@ def test_closed_batch_runs_ahead_in_a_pool_that_grows(
     scheduler = Scheduler(
         allocator,
         block_size=4,
+        kinds=kinds,
         max_num_seqs=len(lengths),
         max_num_batched_tokens=8,
         max_model_len=60,
         preempt=False,
         make_room=make_room,
     )
-    engine = SimulatedEngine(scheduler, allocator, block_size=4)
+    engine = SimulatedEngine(scheduler, allocator, block_size=4, kinds=kinds)
     for i, length in enumerate(lengths):
         engine.add(Request(i, None, max_new_tokens, num_prompt_tokens=length))
     while scheduler.num_waiting or any(r.decode_since < 0 for r in engine.requests.values()):

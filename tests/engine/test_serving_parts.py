@@ -54,18 +54,19 @@ def test_parts_of_a_report_do_not_overlap(num_slots: int) -> None:
 
 
 def test_a_larger_state_has_the_rows_of_the_smaller_one() -> None:
-    small = SlotState(3, 4, 2, CPU, ring=16)
+    small = SlotState(3, 4, 2, CPU, ring=16, num_tables=2)
     small.start_rows(
         [RowStart(1, 9, 7, (5, 6), -1, num_generated=3), RowStart(2, 4, 2, (), 0)],
         torch.tensor([8, 3]),
     )
-    small.write_blocks([(1, 0, (11, 12)), (2, 1, (13,)), (0, 0, ())])
+    small.write_blocks([(1, 0, (11, 12), 0), (2, 1, (13,), 0), (0, 0, (), 0), (2, 0, (14,), 1)])
     small.advance(torch.tensor([5, 9]), torch.tensor([1, 2], dtype=torch.int32))
-    large = SlotState(5, 9, 2, CPU, num_eos_ids=12, ring=16)
+    large = SlotState(5, 9, 2, CPU, num_eos_ids=12, ring=16, num_tables=2)
     large.take_rows(small)
     for name in ("last_token", "positions", "context_lens", "num_generated", "finished"):
         assert torch.equal(getattr(large, name)[:3], getattr(small, name)), name
-    assert torch.equal(large.block_table[:3, :4], small.block_table)
+    assert small.block_tables[1].tolist() == [[0] * 4, [0] * 4, [14, 0, 0, 0]]
+    assert torch.equal(large.block_tables[:, :3, :4], small.block_tables)
     assert torch.equal(large.eos_ids[:3, :8], small.eos_ids) and (large.eos_ids[:, 8:] == -1).all()
     assert torch.equal(large.output[:, :3], small.output)
     assert large.num_generated[1] == 4 and large.output[3, 1] == 5 and large.finished[1]
@@ -98,7 +99,7 @@ def test_log_reads_rows_across_its_end() -> None:
 
 def request_of(slot: int, prompt: list[int], output: list[int], blocks: list[int]) -> Request:
     request = Request(slot, prompt, 9, output_ids=output)
-    request.slot, request.block_ids = slot, blocks
+    request.slot, request.blocks[0].ids = slot, blocks
     return request
 
 
@@ -113,14 +114,15 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
             PrefillChunk(three, 4, 3, False),
         ],
         4,
+        1,
         CPU,
     )
     inputs = packed.inputs
     assert inputs.ids is not None and inputs.positions is not None
     assert inputs.ids.tolist() == [13, 14, 20, 21, 30, 44, 45, 46]
     assert inputs.positions.tolist() == [3, 4, 5, 6, 0, 4, 5, 6]
-    assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
-    assert inputs.slot_mapping.tolist() == [31, 20, 21, 22, 8, 4, 5, 6]
+    (mapping,) = inputs.slot_mappings
+    assert mapping.tolist() == [31, 20, 21, 22, 8, 4, 5, 6] and inputs.cu_seqlens is not None
     assert inputs.cu_seqlens.tolist() == [0, 4, 5, 8]
     assert inputs.last_index is not None and inputs.last_index.tolist() == [3, 4, 7]
     assert inputs.slots.tolist() == [3, 0, 6] and inputs.max_query_len == 4
@@ -132,7 +134,7 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
 def test_a_chunk_whose_tokens_are_not_known_is_refused() -> None:
     request = request_of(0, [1, 2], [3], [0, 1])
     with pytest.raises(AssertionError, match="must be known"):
-        pack_chunks([PrefillChunk(request, 0, 5, True)], 4, CPU)
+        pack_chunks([PrefillChunk(request, 0, 5, True)], 4, 1, CPU)
 
 
 def sampling_of(vocab: int, starts: list[SamplingStart], num_slots: int = 6) -> SamplingState:

@@ -277,24 +277,68 @@ def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
     )
 
 
-def test_blocks_outside_the_window_may_be_gone() -> None:
-    pool = make_pool([100], num_kv_heads=2, head_dim=16, new_token_cached=False)
-    query = torch.randn(1, 4, 16, device=DEVICE)
+# No memory is there: whoever reads it does not survive.
+NOWHERE = 1 << 30
+
+
+@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "cached"])
+def test_table_entries_behind_the_window_are_not_followed(
+    window: int, fused: bool, config: DecodeConfig | None
+) -> None:
+    lengths = [1, 16, 33, 65]  # at block boundaries and one past them
+    pool = make_pool(lengths, num_kv_heads=2, head_dim=16, new_token_cached=not fused)
+    query = torch.randn(len(lengths), 4, 16, device=DEVICE)
     new = _new_tokens(pool, 2)
+    table = pool.block_table.clone()
+    for row, length in enumerate(lengths):
+        table[pool.slots[row], : max(length - window, 0) // 16] = NOWHERE
     outputs = []
-    for gone in (False, True):
-        table = pool.block_table.clone()
-        if gone:
-            freed = table[pool.slots[0], : (100 - 20) // 16]
-            pool.k_cache[freed.long()] = math.nan
-            pool.v_cache[freed.long()] = math.nan
-            freed.fill_(-1)
-        indices = (table, pool.slots, pool.context_lens, _counters(1, 2), 0.25)
-        caches = (pool.k_cache, pool.v_cache)
-        outputs.append(
-            _launch_fused_decode_attention(query, *new, None, None, *caches, *indices, window=20)
+    for block_table in (pool.block_table, table):
+        indices = (block_table, pool.slots, pool.context_lens, _counters(len(lengths), 2), 0.25)
+        caches = (pool.k_cache.clone(), pool.v_cache.clone())
+        if fused:
+            out = _launch_fused_decode_attention(
+                query, *new, None, None, *caches, *indices, window=window, config=config
+            )
+        else:
+            out = _launch_paged_decode_attention(
+                query, *caches, *indices, window=window, config=config
+            )
+        outputs.append(out)
+    assert torch.isfinite(outputs[0]).all() and torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 40])
+@pytest.mark.parametrize("lengths", [[16, 65, 3], [65]], ids=str)
+@pytest.mark.parametrize("stale", ["NaN", "other rows"])
+def test_blocks_behind_the_window_may_belong_to_others(
+    lengths: list[int], window: int, stale: str
+) -> None:
+    """Of the kernel and of the reference, which is what runs on the CPU."""
+    pool = make_pool(lengths, num_kv_heads=2, head_dim=16)
+    query = torch.randn(len(lengths), 4, 16, device=DEVICE)
+    free = (~pool.written().any(1)).nonzero()[0]
+    others = free if stale == "NaN" else pool.block_table[pool.slots[0].long(), 0]
+    table = pool.block_table.clone()
+    for row, length in enumerate(lengths):
+        table[pool.slots[row], : max(length - window, 0) // 16] = others.int()
+    run: dict[str, list[Tensor]] = {"kernel": [], "reference": []}
+    for block_table in (pool.block_table, table):
+        counters = _counters(len(lengths), 2)
+        args = (query, pool.k_cache, pool.v_cache, block_table, pool.slots, pool.context_lens)
+        out = _launch_paged_decode_attention(*args, counters, 0.25, window=window)
+        run["kernel"].append(out)
+        args = tuple(t.cpu() for t in args)
+        out = ops.reference.paged_decode_attention_reference(
+            *args, counters.cpu(), 0.25, window=window
         )
-    assert torch.equal(outputs[0], outputs[1])
+        run["reference"].append(out)
+    for before, after in run.values():
+        assert torch.isfinite(before).all() and torch.equal(before, after)
+    error = (run["kernel"][0].cpu() - run["reference"][0]).abs().max()
+    assert error < 1e-5
 
 
 def test_nan_row_leaves_the_other_rows_alone() -> None:

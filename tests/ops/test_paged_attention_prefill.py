@@ -156,25 +156,46 @@ def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
     _check_prefill([(0, 40), (35, 5)], dtype=dtype, alibi_slopes=slopes, sinks=sinks)
 
 
-def test_blocks_outside_the_window_may_be_gone() -> None:
-    pool = make_pool([100], num_kv_heads=2, head_dim=16, num_queries=[10])
-    query = torch.randn(10, 4, 16, device=DEVICE)
-    cu_seqlens = torch.tensor([0, 10], dtype=torch.int32, device=DEVICE)
-    outputs = []
-    for gone in (False, True):
-        table = pool.block_table.clone()
-        if gone:
-            freed = table[pool.slots[0], : (90 - 20 + 1) // 16]
-            pool.k_cache[freed.long()] = math.nan
-            pool.v_cache[freed.long()] = math.nan
-            freed.fill_(-1)
-        indices = (table, pool.slots, cu_seqlens, pool.context_lens, 10, 0.25)
-        outputs.append(
-            _launch_paged_prefill_attention(
-                query, pool.k_cache, pool.v_cache, *indices, window=20, config=WIDE
-            )
+# No memory is there: whoever reads it does not survive.
+NOWHERE = 1 << 30
+
+
+@pytest.mark.parametrize("config", [None, WIDE], ids=["default", "wide"])
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+def test_table_entries_behind_the_window_are_not_followed(
+    window: int, config: PrefillConfig | None
+) -> None:
+    # (tokens in all, queries): prefixes of 0, of whole blocks, and of blocks +- 1.
+    rows = [(70, 10), (20, 20), (48, 16), (52, 3)]
+    lengths, counts = [n for n, _ in rows], [q for _, q in rows]
+    pool = make_pool(lengths, num_kv_heads=2, head_dim=16, num_queries=counts)
+    query = torch.randn(sum(counts), 4, 16, device=DEVICE)
+    bounds = torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
+    tables = {"intact": pool.block_table, "nowhere": pool.block_table.clone()}
+    tables["NaN"] = pool.block_table.clone()
+    free = int((~pool.written().any(1)).nonzero()[0])
+    for row, (length, count) in enumerate(rows):
+        behind = max(length - count - window + 1, 0) // 16
+        tables["nowhere"][pool.slots[row], :behind] = NOWHERE
+        tables["NaN"][pool.slots[row], :behind] = free
+
+    def kernel(name: str) -> Tensor:
+        indices = (tables[name], pool.slots, bounds, pool.context_lens, 20, 0.25)
+        return _launch_paged_prefill_attention(
+            query, pool.k_cache, pool.v_cache, *indices, window=window, config=config
         )
-    assert torch.equal(outputs[0], outputs[1])
+
+    def reference(name: str) -> Tensor:
+        args = (query, pool.k_cache, pool.v_cache, tables[name], pool.slots, bounds)
+        args = tuple(t.cpu() for t in (*args, pool.context_lens))
+        return ops.paged_prefill_attention_reference(*args, 20, 0.25, window=window)
+
+    expected = kernel("intact")
+    assert torch.isfinite(expected).all()
+    assert (expected.cpu() - reference("intact")).abs().max() < 1e-5
+    for name in ("nowhere", "NaN"):
+        assert torch.equal(expected, kernel(name))
+        assert torch.equal(reference("intact"), reference(name))
 
 
 def test_no_tokens_give_an_empty_output() -> None:

@@ -5,7 +5,13 @@ import inspect
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 
 from torch_paged.patches import seams
 from torch_paged.patches.families import FAMILIES
@@ -23,6 +29,27 @@ def test_sample_has_the_arguments_that_we_replace():
         "streamer",
         "model_kwargs",
     ]
+
+
+def test_cache_with_windows_forgets_what_they_do_not_show():
+    config = MistralConfig(num_hidden_layers=2, sliding_window=4)
+    states = torch.arange(7.0).reshape(1, 1, 7, 1)
+    sliding, plain = DynamicCache(config=config), DynamicCache()
+    for cache in (sliding, plain):
+        for layer in range(2):
+            cache.update(states, states, layer)
+    assert sliding.layers[0].keys.flatten().tolist() == [4, 5, 6]
+    assert seams.forgets_behind_windows(sliding, (4, 4))
+    assert seams.forgets_behind_windows(sliding, (5, 0))  # kept for longer than it remembers
+    assert not seams.forgets_behind_windows(sliding, (3, 4))
+    assert not seams.forgets_behind_windows(sliding, (4,))
+    assert not seams.forgets_behind_windows(plain, (4, 4))
+    assert seams.forgets_behind_windows(plain, (0, 0))
+    single = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=1))
+    assert not seams.forgets_behind_windows(single, (1, 1))
+    if hasattr(sliding, "activate_past_recording"):
+        sliding.activate_past_recording()
+        assert not seams.forgets_behind_windows(sliding, (4, 4))
 
 
 def test_doors_of_continuous_batching_have_the_arguments_that_we_replace():

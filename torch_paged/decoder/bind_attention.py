@@ -86,7 +86,8 @@ def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     state = binding.state
-    block_table, context_lens, counters = state.block_table, state.context_lens, state.counters
+    block_table = binding.block_table(ins.layer)
+    context_lens, counters = state.context_lens, state.counters
     width = spec.num_heads * spec.v_head_dim
 
     def call(values: Values, inputs: StepInputs) -> None:
@@ -125,11 +126,12 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     heads = _split_heads(spec, ins.projections)
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
-    block_table, context_lens = binding.state.block_table, binding.state.context_lens
+    block_table, context_lens = binding.block_table(ins.layer), binding.state.context_lens
+    table = binding.tables[ins.layer]
     width = spec.num_heads * spec.v_head_dim
 
     def call(values: Values, inputs: StepInputs) -> None:
-        assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
+        assert inputs.slot_mappings and inputs.cu_seqlens is not None
         query, key, value = heads(values)
         rotary_cache_write(
             query,
@@ -139,7 +141,7 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             None if tables is None else values[tables[1]],
             k_cache,
             v_cache,
-            inputs.slot_mapping,
+            inputs.slot_mappings[table],
             q_norm=norms.q,
             k_norm=norms.k,
             eps=norms.eps,

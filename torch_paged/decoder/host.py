@@ -48,10 +48,10 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Row:
-    """Where a row stands in the cache: its slot, newest index and blocks."""
+    """Where a row stands in a block table: its newest index, and its blocks from `start` on."""
 
-    slot: int
     last: int
+    start: int  # the first column that anything can see
     blocks: list[int]
     adjacent: bool  # the blocks lie one after the other
 
@@ -75,7 +75,7 @@ class HostStep:
         self._binding = binding
         self._num_rows = num_rows
         self._values: dict[str, _Buffer] = {}
-        self._rows: list[_Row] = []
+        self._rows: list[list[_Row]] = []  # by block table
         self._slots: list[int] = []
         self._block_size = binding.keys[0].shape[2]
         if any(t.dtype != torch.float32 for t in (*binding.keys, *binding.values)):
@@ -84,26 +84,32 @@ class HostStep:
         self._last_token = state.last_token.numpy()
         self._positions = state.positions.numpy()
         self._context_lens = state.context_lens.numpy()
-        self._block_table = state.block_table.numpy()
+        self._block_tables = state.block_tables.numpy()
+        # Of all layers of a table, how far back they see: None for all tokens.
+        self._windows: list[int | None] = [0] * len(self._block_tables)
         self._calls = [self._build(instruction) for instruction in plan.instructions]
         self._result = self._values[plan.result].tensor
 
     def __call__(self, slots: list[int]) -> Tensor:
         """Return logits [num_rows, vocab_size], valid until the next call; no slot may be -1."""
         self._slots = slots
-        self._rows = [self._row(slot) for slot in slots]
+        self._rows = [
+            [self._row(table, slot, window) for slot in slots]
+            for table, window in zip(self._block_tables, self._windows, strict=True)
+        ]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for call in self._calls:
                 call()
         return self._result
 
-    def _row(self, slot: int) -> _Row:
+    def _row(self, table: Array, slot: int, window: int | None) -> _Row:
         last = int(self._context_lens[slot])
-        blocks = self._block_table[slot, : last // self._block_size + 1].tolist()
+        start = 0 if window is None else max(0, last - window + 1) // self._block_size
+        blocks = table[slot, start : last // self._block_size + 1].tolist()
         adjacent = blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == list(
             range(blocks[0], blocks[-1] + 1)
         )
-        return _Row(slot, last, blocks, adjacent)
+        return _Row(last, start, blocks, adjacent)
 
     def _buffer(self, name: str, width: int) -> _Buffer:
         with torch.inference_mode(False):
@@ -228,6 +234,12 @@ class HostStep:
             norms = [self._scaler(norm) for norm in (spec.q_norm, spec.k_norm)]
         k_cache = self._binding.keys[ins.layer].numpy()
         v_cache = self._binding.values[ins.layer].numpy()
+        table = self._binding.tables[ins.layer]
+        reach = self._windows[table]
+        if spec.window == 0 or reach is None:
+            self._windows[table] = None
+        else:
+            self._windows[table] = max(reach, spec.window)
 
         def call() -> None:
             for norm, heads in zip(norms, (query, key), strict=False):
@@ -235,7 +247,7 @@ class HostStep:
             if tables is not None:
                 _rotate(query, tables[0], tables[1], spec.interleaved)
                 _rotate(key, tables[0], tables[1], spec.interleaved)
-            for at, row in enumerate(self._rows):
+            for at, row in enumerate(self._rows[table]):
                 keys = self._append(row, k_cache, key[at], spec.window)
                 values = self._append(row, v_cache, value[at], spec.window)
                 out[at] = _attend(query[at], keys, values, spec.scale)
@@ -261,7 +273,7 @@ class HostStep:
         """Write `token` [Hkv, D] behind the row; return what it attends to, [Hkv, L, D]."""
         size = self._block_size
         first = max(0, row.last - window + 1) if window > 0 else 0
-        blocks = row.blocks[first // size :]
+        blocks = row.blocks[first // size - row.start :]
         cache[blocks[-1], :, row.last % size] = token
         held = cache[blocks[0] : blocks[-1] + 1] if row.adjacent else cache[blocks]
         tokens = held.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1, cache.shape[3])

@@ -20,7 +20,7 @@ class StepInputs:
         ids: [num_tokens] int64 packed prompt ids (or `embeddings` [num_tokens, hidden_size]).
         positions: [num_tokens] int32 rotary positions.
         cu_seqlens: [num_rows + 1] int32 bounds of the rows in the packing.
-        slot_mapping: [num_tokens] int64 flat cache index of each token.
+        slot_mappings: by block table, [num_tokens] int64 flat cache index of each token.
         last_index: [num_rows] int64 index of each row's last token in the packing.
         max_query_len: tokens of the longest row.
     """
@@ -30,18 +30,29 @@ class StepInputs:
     embeddings: Tensor | None = None
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    slot_mapping: Tensor | None = None
+    slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a plan is bound to besides the model's parameters."""
+    """What a plan is bound to besides the model's parameters.
+
+    Attributes:
+        keys: by layer, where it keeps its keys; `values` likewise. Layers of different block
+            tables may share a tensor.
+        tables: by layer, the number of its block table.
+    """
 
     state: SlotState
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    tables: tuple[int, ...]
+
+    def block_table(self, layer: int) -> Tensor:
+        """Return the block table [max_num_seqs, max_blocks] int32 of a layer."""
+        return self.state.block_tables[self.tables[layer]]
 
 
 Values = dict[str, Tensor]

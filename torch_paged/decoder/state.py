@@ -16,7 +16,7 @@ DEFAULT_EOS_IDS = 8
 DEFAULT_RING = 1024
 # Of one slot: its token, the token's log-probability, finished, failed.
 _REPORT_BYTES = 8 + 4 + 1 + 1
-_NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished")
+_NOT_ROWS = ("report", "counters", "linear_counters", "num_unfinished", "table_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class SlotState:
         *,
         num_eos_ids: int = DEFAULT_EOS_IDS,
         ring: int = DEFAULT_RING,
+        num_tables: int = 1,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.device = device
@@ -72,10 +73,11 @@ class SlotState:
             self.pad_token = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
             self.output = torch.zeros((ring, max_num_seqs), dtype=torch.int64, device=device)
             self.num_unfinished = torch.zeros(1, dtype=torch.int32, device=device)
-            # [max_num_seqs, max_blocks] block ids
-            self.block_table = torch.zeros(
-                (max_num_seqs, max_blocks), dtype=torch.int32, device=device
+            # [num_tables, max_num_seqs, max_blocks] block ids
+            self.block_tables = torch.zeros(
+                (num_tables, max_num_seqs, max_blocks), dtype=torch.int32, device=device
             )
+            self.table_rows = self.block_tables.view(-1, max_blocks)
             # Both zero between kernels; each kernel that counts in them leaves them so.
             self.linear_counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.counters = torch.zeros(
@@ -155,34 +157,42 @@ class SlotState:
             target = getattr(self, name)
             if name == "output":
                 target, source = target.T, source.T
-            if source.dim() == 2:
-                target = target[:, : source.shape[1]]
+            if name == "block_tables":
+                target, source = target.transpose(0, 1), source.transpose(0, 1)
+            if source.dim() > 1:
+                target = target[..., : source.shape[-1]]
             target[: source.shape[0]].copy_(source)
 
-    def widen_block_table(self, max_blocks: int) -> None:
-        """Give every row of the table `max_blocks` columns; the tensor is a new one."""
-        with torch.inference_mode(False):
-            wide = torch.zeros(
-                (self.max_num_seqs, max_blocks), dtype=torch.int32, device=self.device
-            )
-            wide[:, : self.block_table.shape[1]].copy_(self.block_table)
-        self.block_table = wide
+    @property
+    def max_blocks(self) -> int:
+        """Columns of the block tables."""
+        return self.block_tables.shape[2]
 
-    def write_blocks(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Write block ids into the table: (slot, first column, ids) each."""
+    def widen_block_tables(self, max_blocks: int) -> None:
+        """Give every row of the tables `max_blocks` columns; the tensor is a new one."""
+        old = self.block_tables
+        with torch.inference_mode(False):
+            wide = old.new_zeros((*old.shape[:2], max_blocks))
+            wide[..., : old.shape[2]].copy_(old)
+            self.table_rows = wide.view(-1, max_blocks)
+        self.block_tables = wide
+
+    def write_blocks(self, updates: Sequence[tuple[int, int, Sequence[int], int]]) -> None:
+        """Write block ids into the tables: (slot, first column, ids, table) each."""
         if not updates:
             return
         # Most updates are of one block, and most steps have some: an array makes a tensor sooner
         # than lists of lists do.
-        packed = array("q", [slot for slot, _, ids in updates for _ in ids])
+        size = self.max_num_seqs
+        packed = array("q", [table * size + slot for slot, _, ids, table in updates for _ in ids])
         count = len(packed)
-        packed.extend([first + i for _, first, ids in updates for i in range(len(ids))])
-        packed.extend([block for _, _, ids in updates for block in ids])
+        packed.extend([first + i for _, first, ids, _ in updates for i in range(len(ids))])
+        packed.extend([block for _, _, ids, _ in updates for block in ids])
         if count == 0:
             return
         host = torch.frombuffer(packed, dtype=torch.int64).view(3, count)
         rows, columns, blocks = to_device(host, self.device)
-        self.block_table[rows, columns] = blocks.to(torch.int32)
+        self.table_rows[rows, columns] = blocks.to(torch.int32)
 
 
 def report_bytes(num_slots: int) -> int:

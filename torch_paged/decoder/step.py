@@ -78,9 +78,14 @@ class DecoderStep:
         )
 
     @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Window of every layer, 0 where it sees all tokens."""
+        return tuple(layer.attention.window for layer in self.spec.layers)
+
+    @property
     def has_window(self) -> bool:
         """Say whether any layer attends to a window only."""
-        return any(layer.attention.window for layer in self.spec.layers)
+        return any(self.layer_windows)
 
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""

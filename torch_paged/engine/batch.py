@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
+from torch_paged.engine.kv_transfer import copy_pairs, gather_kv, load_kv
 from torch_paged.engine.out_of_memory import no_room_for
 from torch_paged.engine.packed_prompts import (
     BatchLimits,
-    CachedKV,
     PackedPrompts,
     running_sums,
     slot_mapping,
@@ -26,13 +27,15 @@ from torch_paged.engine.runner import Rows, make_rows
 from torch_paged.engine.sampler import Sampler
 from torch_paged.engine.step import BlockUpdate
 from torch_paged.errors import OutOfBlocks
-from torch_paged.ops.copy_blocks import copy_blocks
 
 # Decode steps for which blocks are handed out at a time.
 _STEPS_AHEAD = 64
 _MAX_INT32 = 2**31 - 1
 
 Deliver = Callable[[Tensor], None]
+# What of the keys and values is wanted when the run has ended: with "windows", of layers that have
+# one, what it shows.
+Keeps = Literal["nothing", "windows", "all"]
 
 
 class BatchRun:
@@ -43,6 +46,7 @@ class BatchRun:
     Args:
         lag: decode steps launched ahead of the newest result the host has seen.
         steps_ahead: decode steps for which blocks are handed out at a time.
+        keeps: what `gather_kv` will be asked for.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class BatchRun:
         lag: int,
         *,
         steps_ahead: int = _STEPS_AHEAD,
+        keeps: Keeps = "nothing",
     ) -> None:
         self._core = core
         self._prompts = prompts
@@ -66,8 +71,16 @@ class BatchRun:
         self._lengths = [prompts.lengths[prompt] for prompt in self._sources]
         core.prepare(len(self._sources), max(self._lengths) + _STEPS_AHEAD, len(limits.eos_ids))
         self._blocks = RowBlocks(
-            core.allocator, core.slots, core.config.block_size, core.make_room_beyond
+            core.allocator,
+            core.slots,
+            core.config.block_size,
+            core.make_room_beyond,
+            core.layout.kinds,
         )
+        self._keeps = keeps
+        self._drops = self._blocks.has_window and keeps != "all" and not any(self._cached)
+        # Steps launched past the end move the windows too far.
+        self._drop_late = 0 if keeps == "nothing" else lag + 1
         self._launched = 0
         self._blocks_until = 0
         self._chunks: list[Tensor] = []
@@ -110,12 +123,14 @@ class BatchRun:
             own[row] = prompts.lengths[prompt]
         tokens = sum(prompts.lengths)
         with no_room_for(f"{num_prompts} prompt{'s'[: num_prompts > 1]} of {tokens} tokens"):
-            updates = self._blocks.grow(own)
+            # Where there is a window, chunk by chunk.
+            updates = self._blocks.grow(own, windowed=False if self._drops else None)
         core.runner()
         core.state.write_blocks(updates)
         self._rows = make_rows(self._blocks.slots, core.device)
         if prompts.cached_kv is not None:
-            self._load_kv(prompts.cached_kv, first_rows)
+            held = [self._blocks.held[row] for row in first_rows]
+            load_kv(core, prompts.cached_kv, self._cached, held)
         logits = self._prefill_chunks(first_rows)
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
@@ -133,21 +148,6 @@ class BatchRun:
         )
         return logits
 
-    def _load_kv(self, cached_kv: CachedKV, first_rows: Sequence[int]) -> None:
-        """Put keys and values that are there already into the blocks of their prompts."""
-        core = self._core
-        group = [(row, 0, n) for row, n in enumerate(self._cached) if n]
-        if not group:
-            return
-        size = core.config.block_size
-        block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
-        mapping = to_device(slot_mapping(group, block_ids, size), core.device)
-        blocks, offsets = mapping // size, mapping % size
-        for layer in range(len(core.step.layer_shapes)):
-            keys, values = cached_kv(layer)
-            core.pool.keys[layer][blocks, :, offsets] = keys.to(core.pool.keys[layer])
-            core.pool.values[layer][blocks, :, offsets] = values.to(core.pool.values[layer])
-
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row go on from what row `sources[row]` has in the cache, as beams do."""
         self._share(sources)
@@ -160,12 +160,8 @@ class BatchRun:
         if self._core.num_blocks != before:
             self._core.runner()
         self._core.state.write_blocks(updates)
-        if not copies:
-            return
-        pairs = to_device(torch.tensor(copies).T.contiguous(), self._core.device)
-        pool = self._core.pool
-        for cache in (*pool.keys, *pool.values):
-            copy_blocks(cache, pairs[0], pairs[1])
+        if copies:
+            copy_pairs(self._core, copies)
 
     def _prefill_chunks(self, first_rows: Sequence[int]) -> Tensor:
         budget = self._core.config.max_num_batched_tokens
@@ -198,20 +194,25 @@ class BatchRun:
         lo = firsts[group[0][0]] + group[0][1] - cached[group[0][0]]
         bounds = running_sums([length for _, _, length in group])
         hi = lo + bounds[-1]
-        block_ids = [self._blocks.ids[first_rows[prompt]] for prompt, _, _ in group]
-        rows = len(group)
+        if self._drops:
+            self._move_windows(first_rows, group)
+        held = [self._blocks.held[first_rows[prompt]] for prompt, _, _ in group]
+        num_tables, rows = core.layout.num_tables, len(group)
         # One transfer; the parts are views of it.
         packed = to_device(
             torch.cat(
                 [
                     torch.tensor([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])]),
-                    slot_mapping(group, block_ids, core.config.block_size),
+                    *(
+                        slot_mapping(group, held, table, core.config.block_size)
+                        for table in range(num_tables)
+                    ),
                 ]
             ),
             core.device,
         )
-        index, prefix, cu_seqlens, last, mapping = packed.split(
-            [rows, rows, rows + 1, rows, hi - lo]
+        index, prefix, cu_seqlens, last, *mappings = packed.split(
+            [rows, rows, rows + 1, rows, *[hi - lo] * num_tables]
         )
         core.state.set_prefix(index, prefix)
         inputs = StepInputs(
@@ -220,7 +221,7 @@ class BatchRun:
             embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
             positions=prompts.positions[lo:hi],
             cu_seqlens=cu_seqlens.to(torch.int32),
-            slot_mapping=mapping,
+            slot_mappings=tuple(mappings),
             last_index=last,
             max_query_len=max(length for _, _, length in group),
         )
@@ -235,6 +236,21 @@ class BatchRun:
             return []
         # The next group may replay the graph whose static output this is.
         return [out[ended[0] : ended[-1] + 1].clone()]
+
+    def _move_windows(
+        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Before a group runs, give its rows blocks up to its end, and drop what is behind."""
+        begins, ends = [0] * len(self._sources), [0] * len(self._sources)
+        for prompt in range(group[0][0]):
+            begins[first_rows[prompt]] = self._prompts.lengths[prompt]
+        for prompt, start, length in group:
+            begins[first_rows[prompt]] = start
+            ends[first_rows[prompt]] = start + length
+        self._blocks.drop_behind(begins)
+        with no_room_for(self._told(max(ends))):
+            updates = self._blocks.grow(ends, windowed=True)
+        self._core.state.write_blocks(updates)
 
     def first_tokens(self, logits: Tensor, sampler: Sampler) -> None:
         """Sample each row's first token from the prefill's logits."""
@@ -302,6 +318,10 @@ class BatchRun:
     def _ensure_blocks(self) -> None:
         if self._launched < self._blocks_until:
             return
+        if self._drops:
+            # In front of the next launch: those in flight may still read it, in order.
+            newest = self._launched - 1 - self._drop_late
+            self._blocks.drop_behind([max(length + newest, 0) for length in self._lengths])
         steps = min(self._launched + self._steps_ahead, self._limits.max_new_tokens - 1)
         try:
             updates = self._grow(steps)
@@ -337,22 +357,19 @@ class BatchRun:
     def gather_kv(self, layer: int, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Copy out the keys and values of each row: [num_kv_heads, num_tokens, head_dim] each.
 
-        What was in a cache before the run is left out.
+        What was in a cache before the run is left out; what the run did not keep is undefined.
 
         Args:
             num_steps: steps kept; the token of the last one is not in the cache yet.
         """
-        pool, size = self._core.pool, self._core.config.block_size
-        keys, values = pool.keys[layer], pool.values[layer]
-        out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for row, (slot, length) in enumerate(zip(self.rows.slots, self._lengths, strict=True)):
-            first = self._cached[self._sources[row]]
-            num_tokens = length + num_steps - 1
-            blocks = self._core.state.block_table[slot, : -(-num_tokens // size)].long()
-            for cache, rows in zip((keys, values), out, strict=True):
-                # [blocks, heads, size, dim] -> [heads, tokens, dim]
-                rows.append(cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:num_tokens])
-        return out
+        assert self._keeps != "nothing", "a run whose keys and values are wanted is told so"
+        rows = [
+            (slot, self._cached[source], length + num_steps - 1)
+            for slot, source, length in zip(
+                self.rows.slots, self._sources, self._lengths, strict=True
+            )
+        ]
+        return gather_kv(self._core, layer, rows)
 
     def tokens(self, num_steps: int) -> Tensor:
         """Return the sampled tokens [num_rows, num_steps] int64 of the first `num_steps` steps."""
@@ -361,4 +378,4 @@ class BatchRun:
         return torch.cat(parts)[:num_steps].T.contiguous()
 
 
-__all__ = ["BatchLimits", "BatchRun", "CachedKV", "PackedPrompts"]
+__all__ = ["BatchLimits", "BatchRun", "PackedPrompts"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import make_layout
 from torch_paged.cache.pool import KVPool, is_lack_of_memory
 from torch_paged.cache.prefix import PrefixCache
 from torch_paged.config import Config
@@ -74,6 +75,7 @@ class EngineCore:
         self.counters = Counters()
         self.made_for = (step.device, step.dtype)
         self.max_model_len = max_model_len
+        self.layout = make_layout(step.layer_shapes, step.layer_windows, max_model_len)
         named = config.kv_cache_dtype
         self._kv_dtype = step.dtype if named == "auto" else getattr(torch, named)
         self._state: SlotState | None = None
@@ -156,8 +158,9 @@ class EngineCore:
         while self.orphans:
             self.orphans.pop()()
         if self._pool is None:
+            shapes = self.step.layer_shapes
             self._pool = KVPool(
-                self.step.layer_shapes,
+                [shapes[layer] for layer in self.layout.representatives],
                 self.config.block_size,
                 self._kv_dtype,
                 self.device,
@@ -175,6 +178,11 @@ class EngineCore:
                 "until they stay in place",
                 _MAX_MOVES,
             )
+
+    def layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return where a layer keeps keys and values; others may have blocks there too."""
+        _, tensor = self.layout.places[layer]
+        return self.pool.keys[tensor], self.pool.values[tensor]
 
     def make_room(self, num_blocks: int) -> bool:
         """Grow the pool by at least `num_blocks`; False when its limit does not allow that."""
@@ -251,8 +259,8 @@ class EngineCore:
     def ensure_columns(self, num_tokens: int) -> None:
         """Make the block table wide enough for rows of `num_tokens`; widening recaptures."""
         columns = -(-num_tokens // self.config.block_size)
-        if columns > self.state.block_table.shape[1]:
-            self.state.widen_block_table(2 * columns)
+        if columns > self.state.max_blocks:
+            self.state.widen_block_tables(2 * columns)
             self._drop_graphs()
             self._bound = _UNBOUND
 
@@ -265,17 +273,22 @@ class EngineCore:
         if old is not None:
             if (
                 old.max_num_seqs >= num_seqs
-                and old.block_table.shape[1] >= max_blocks
+                and old.max_blocks >= max_blocks
                 and old.num_eos_ids >= num_eos_ids
             ):
                 return
             num_seqs = max(num_seqs, old.max_num_seqs)
-            max_blocks = max(max_blocks, old.block_table.shape[1])
+            max_blocks = max(max_blocks, old.max_blocks)
             num_eos_ids = max(num_eos_ids, old.num_eos_ids)
         kv_heads = max(shape.num_kv_heads for shape in self.step.layer_shapes)
         try:
             self._state = SlotState(
-                num_seqs, max_blocks, kv_heads, self.device, num_eos_ids=num_eos_ids
+                num_seqs,
+                max_blocks,
+                kv_heads,
+                self.device,
+                num_eos_ids=num_eos_ids,
+                num_tables=self.layout.num_tables,
             )
         except (RuntimeError, MemoryError) as error:
             if not is_lack_of_memory(error):
@@ -294,8 +307,15 @@ class EngineCore:
 
     def _bind(self) -> None:
         # A pool that grew in place has new tensor objects over the same addresses: graphs stay.
-        pool = self.pool
-        self.step.bind(Binding(self.state, tuple(pool.keys), tuple(pool.values)))
+        pool, places = self.pool, self.layout.places
+        self.step.bind(
+            Binding(
+                self.state,
+                tuple(pool.keys[tensor] for _, tensor in places),
+                tuple(pool.values[tensor] for _, tensor in places),
+                tuple(table for table, _ in places),
+            )
+        )
         self._bound = (pool.generation, pool.num_blocks)
 
     def _drop_graphs(self) -> None:

@@ -57,7 +57,7 @@ class DecodeClock:
 
     def watch_blocks(self, request: Request) -> None:
         """Have a row come up in `rows_to_grow` when the blocks that it has now are full."""
-        capacity = len(request.block_ids) * self._block_size
+        capacity = request.num_columns * self._block_size
         if capacity < request.max_kv_tokens:
             full = request.decode_since + capacity - request.num_computed_tokens
             self._appoint(self._growths, full, request)

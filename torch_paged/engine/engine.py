@@ -231,6 +231,7 @@ class ServingEngine:
         return Scheduler(
             core.allocator,
             block_size=config.block_size,
+            kinds=core.layout.kinds,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,

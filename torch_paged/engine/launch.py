@@ -69,7 +69,8 @@ class StepLauncher:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Launch chunks of prompts, and the first token of those that end."""
         core = self._core
-        packed = pack_chunks(chunks, core.config.block_size, core.device)
+        size, num_tables = core.config.block_size, core.layout.num_tables
+        packed = pack_chunks(chunks, size, num_tables, core.device)
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         state = core.state
         runner = core.runner()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_paged.engine.held_blocks import HeldBlocks, holder_of
+
 # Of a layer: keys and values [num_tokens, num_kv_heads, head_dim], prompts one after the other.
 CachedKV = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -53,16 +55,34 @@ def running_sums(lengths: Sequence[int]) -> list[int]:
 
 def slot_mapping(
     group: Sequence[tuple[int, int, int]],
-    block_ids: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[HeldBlocks]],
+    table: int,
     block_size: int,
 ) -> Tensor:
-    """Return the flat cache index [num_tokens] int64 of every token of the group."""
-    parts = []
-    for (_, start, length), blocks in zip(group, block_ids, strict=True):
-        index = torch.arange(start, start + length)
-        block = torch.tensor(blocks)[index // block_size]
-        parts.append(block * block_size + index % block_size)
+    """Return the flat cache index [num_tokens] int64 of every token (_, start, length)."""
+    parts = [
+        token_places(held, start, length, table, block_size)
+        for (_, start, length), held in zip(group, rows, strict=True)
+    ]
     return torch.cat(parts)
 
 
-__all__ = ["BatchLimits", "CachedKV", "PackedPrompts", "running_sums", "slot_mapping"]
+def token_places(
+    row: Sequence[HeldBlocks], start: int, length: int, table: int, block_size: int
+) -> Tensor:
+    """Return the flat cache index [length] int64 of the tokens of a row from `start` on."""
+    held = holder_of(row, table)
+    first, stop = start // block_size, (start + length - 1) // block_size + 1
+    ids = held.columns(first, stop)[table - held.kind.first_table :: held.kind.num_tables]
+    index = torch.arange(start, start + length)
+    return torch.tensor(ids)[index // block_size - first] * block_size + index % block_size
+
+
+__all__ = [
+    "BatchLimits",
+    "CachedKV",
+    "PackedPrompts",
+    "running_sums",
+    "slot_mapping",
+    "token_places",
+]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import to_device
+from torch_paged.engine.packed_prompts import token_places
 from torch_paged.engine.request import Request
 from torch_paged.engine.step import PrefillChunk
 
@@ -34,9 +35,13 @@ class PackedChunks(NamedTuple):
 
 
 def pack_chunks(
-    chunks: Sequence[PrefillChunk], block_size: int, device: torch.device
+    chunks: Sequence[PrefillChunk], block_size: int, num_tables: int, device: torch.device
 ) -> PackedChunks:
-    """Pack chunks, in order, with a single transfer."""
+    """Pack chunks, in order, with a single transfer.
+
+    Args:
+        num_tables: block tables of the layers.
+    """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
     lengths = [chunk.length for chunk in chunks]
@@ -51,10 +56,10 @@ def pack_chunks(
         [*slots, *starts, *bounds, *(bound - 1 for bound in bounds[1:]), *sampled, *last]
     )
     ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
-    mapping = torch.cat([_slot_mapping(*chunk[:3], block_size) for chunk in chunks])
-    packed = to_device(torch.cat([per_chunk, ids, positions, mapping]), device)
-    sizes = [rows, rows, rows + 1, rows, rows, len(last), tokens, tokens, tokens]
-    index, prefix, cu_seqlens, last_index, ends, last_positions, ids, positions, mapping = (
+    mappings = [_slot_mapping(chunks, table, block_size) for table in range(num_tables)]
+    packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
+    sizes = [rows, rows, rows + 1, rows, rows, len(last), *[tokens] * (2 + num_tables)]
+    index, prefix, cu_seqlens, last_index, ends, last_positions, ids, positions, *mappings = (
         packed.split(sizes)
     )
     inputs = StepInputs(
@@ -62,7 +67,7 @@ def pack_chunks(
         ids=ids,
         positions=positions.to(torch.int32),
         cu_seqlens=cu_seqlens.to(torch.int32),
-        slot_mapping=mapping,
+        slot_mappings=tuple(mappings),
         last_index=last_index,
         max_query_len=max(lengths),
     )
@@ -80,12 +85,14 @@ def _token_ids(request: Request, start: int, length: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def _slot_mapping(request: Request, start: int, length: int, block_size: int) -> Tensor:
-    """Return the flat cache index [length] int64 of the tokens from `start` on."""
-    index = torch.arange(start, start + length)
-    first = start // block_size
-    blocks = torch.tensor(request.block_ids[first : (start + length - 1) // block_size + 1])
-    return blocks[index // block_size - first] * block_size + index % block_size
+def _slot_mapping(chunks: Sequence[PrefillChunk], table: int, block_size: int) -> Tensor:
+    """Return the flat cache index [num_tokens] int64 of all tokens of the chunks."""
+    return torch.cat(
+        [
+            token_places(chunk.request.blocks, chunk.start, chunk.length, table, block_size)
+            for chunk in chunks
+        ]
+    )
 
 
 __all__ = ["PackedChunks", "pack_chunks"]

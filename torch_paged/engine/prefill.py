@@ -109,7 +109,8 @@ class CapturedPrefill:
                 self._met.add(size)
             return None
         if size not in self._static:
-            self._static[size] = _static_inputs(*size, self._device)
+            num_tables = len(inputs.slot_mappings)
+            self._static[size] = _static_inputs(*size, num_tables, self._device)
             with torch.inference_mode(False):
                 self._sampled[size] = torch.full(
                     (size[1],), -1, dtype=torch.int32, device=self._device
@@ -124,7 +125,9 @@ class CapturedPrefill:
         return None if tokens is None or rows is None else (tokens, rows)
 
 
-def _static_inputs(num_tokens: int, num_rows: int, device: torch.device) -> StepInputs:
+def _static_inputs(
+    num_tokens: int, num_rows: int, num_tables: int, device: torch.device
+) -> StepInputs:
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
 
@@ -134,7 +137,7 @@ def _static_inputs(num_tokens: int, num_rows: int, device: torch.device) -> Step
             ids=zeros(num_tokens, torch.int64),
             positions=zeros(num_tokens, torch.int32),
             cu_seqlens=zeros(num_rows + 1, torch.int32),
-            slot_mapping=zeros(num_tokens, torch.int64),
+            slot_mappings=tuple(zeros(num_tokens, torch.int64) for _ in range(num_tables)),
             last_index=zeros(num_rows, torch.int64),
             max_query_len=num_tokens,
         )
@@ -146,7 +149,8 @@ def _load(static: StepInputs, inputs: StepInputs) -> None:
     tokens, rows = inputs.ids.shape[0], inputs.slots.shape[0]
     _put(static.ids, inputs.ids, 0)
     _put(static.positions, inputs.positions, 0)
-    _put(static.slot_mapping, inputs.slot_mapping, -1)
+    for mapping, new_mapping in zip(static.slot_mappings, inputs.slot_mappings, strict=True):
+        _put(mapping, new_mapping, -1)
     _put(static.slots, inputs.slots, -1)
     _put(static.last_index, inputs.last_index, 0)
     assert static.cu_seqlens is not None

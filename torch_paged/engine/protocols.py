@@ -19,6 +19,11 @@ class StepModel(Protocol):
     def layer_shapes(self) -> Sequence[LayerShape]: ...
 
     @property
+    def layer_windows(self) -> Sequence[int]:
+        """Of each layer: a query at index i sees tokens from i - window + 1 on; 0 for all."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     @property

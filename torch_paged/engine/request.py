@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Literal
+
+from torch_paged.cache.layout import ONE_KIND
+from torch_paged.engine.held_blocks import HeldBlocks, no_blocks
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -55,7 +59,7 @@ class Request:
     arrival: int = -1  # how many requests came before; -1 = not added yet
     rank: int = 0  # smaller is served first; ties go by arrival
     slot: int | None = None
-    block_ids: list[int] = field(default_factory=list, repr=False)
+    blocks: list[HeldBlocks] = field(default_factory=lambda: no_blocks(ONE_KIND), repr=False)
     block_keys: list[bytes] = field(default_factory=list, repr=False)  # for the prefix cache
     host_block_ids: tuple[int, ...] = ()  # where its KV is while it is swapped out
     num_cached_tokens: int = 0  # part of the last prefill that was found or swapped in
@@ -86,6 +90,17 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output: what must be in the cache before the next token is sampled."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that it holds."""
+        return list(chain.from_iterable(held.ids for held in self.blocks))
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the block tables up to which all kinds of layer have had blocks."""
+        blocks = self.blocks
+        return blocks[0].end if len(blocks) == 1 else min(held.end for held in blocks)
 
     @property
     def max_kv_tokens(self) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND, LayerKind
+from torch_paged.engine.held_blocks import BlockUpdate, HeldBlocks, no_blocks
 from torch_paged.engine.slot_pool import SlotPool
-from torch_paged.engine.step import BlockUpdate
 
 
 class Reordered(NamedTuple):
@@ -29,6 +30,10 @@ class RowBlocks:
     Args:
         make_room: asked for that many more blocks; grows the allocator and returns True, or
             returns False.
+        kinds: the kinds of layer, each with blocks of its own.
+
+    Attributes:
+        held: by row and kind.
     """
 
     def __init__(
@@ -37,45 +42,67 @@ class RowBlocks:
         slots: SlotPool,
         block_size: int,
         make_room: Callable[[int], bool],
+        kinds: Sequence[LayerKind] = ONE_KIND,
     ) -> None:
         self._allocator = allocator
         self._pool = slots
         self._block_size = block_size
         self._make_room = make_room
+        self._kinds = tuple(kinds)
+        self.has_window = any(kind.window for kind in kinds)
         self.slots: list[int] = []
-        self.ids: list[list[int]] = []
+        self.held: list[list[HeldBlocks]] = []
 
     def open(self, num_rows: int) -> None:
         """Take a slot for each row; rows begin without blocks."""
         self.slots = [self._pool.take() for _ in range(num_rows)]
-        self.ids = [[] for _ in range(num_rows)]
+        self.held = [no_blocks(self._kinds) for _ in range(num_rows)]
 
     def close(self) -> None:
         """Give slots and blocks back; harmless when repeated."""
-        for slot, ids in zip(self.slots, self.ids, strict=True):
-            self._allocator.free(ids)
+        for slot, row in zip(self.slots, self.held, strict=True):
+            for held in row:
+                self._allocator.free(held.ids)
             self._pool.give_back(slot)
-        self.slots, self.ids = [], []
+        self.slots, self.held = [], []
 
-    def grow(self, num_tokens: Sequence[int]) -> tuple[BlockUpdate, ...]:
+    def grow(
+        self, num_tokens: Sequence[int], *, windowed: bool | None = None
+    ) -> tuple[BlockUpdate, ...]:
         """Give each row the blocks for `num_tokens[row]` tokens.
+
+        Args:
+            windowed: only in the layers that have a window, or only in those that have none.
 
         Raises:
             OutOfBlocks: not all rows got theirs; nothing was changed.
         """
-        missing = [
-            max(0, -(-tokens // self._block_size) - len(ids))
-            for tokens, ids in zip(num_tokens, self.ids, strict=True)
-        ]
-        fresh = self._take(sum(missing))
-        updates, start = [], 0
-        for slot, ids, count in zip(self.slots, self.ids, missing, strict=True):
-            if count:
-                blocks = fresh[start : start + count]
-                updates.append(BlockUpdate(slot, len(ids), tuple(blocks)))
-                ids += blocks
-                start += count
+        missing: list[tuple[int, HeldBlocks, int]] = []  # (slot, of a row, blocks)
+        for slot, row, tokens in zip(self.slots, self.held, num_tokens, strict=True):
+            end = -(-tokens // self._block_size)
+            for held in row:
+                if end > held.end and windowed in (None, held.kind.window > 0):
+                    missing.append((slot, held, (end - held.end) * held.kind.num_tables))
+        fresh = self._take(sum(count for _, _, count in missing))
+        updates: list[BlockUpdate] = []
+        start = 0
+        for slot, held, count in missing:
+            since = held.end
+            held.ids += fresh[start : start + count]
+            start += count
+            updates += held.updates(slot, since)
         return tuple(updates)
+
+    def drop_behind(self, query_indices: Sequence[int]) -> None:
+        """Give back what no query of a row from `query_indices[row]` on can see.
+
+        Whoever takes the blocks may write them only in launches that are still to come.
+        """
+        for row, query_index in zip(self.held, query_indices, strict=True):
+            for held in row:
+                if held.kind.window:
+                    column = held.kind.first_column(query_index, self._block_size)
+                    self._allocator.free(held.drop_before(column))
 
     def reorder(self, sources: Sequence[int], num_tokens: Sequence[int]) -> Reordered:
         """Let each row go on from the tokens of row `sources[row]`, which has as many.
@@ -86,32 +113,51 @@ class RowBlocks:
         Raises:
             OutOfBlocks: no room for the copies of partial blocks; nothing was changed.
         """
-        size = self._block_size
         moved = [row for row, source in enumerate(sources) if source != row]
         if not moved:
             return Reordered((), ())
-        counts = [-(-num_tokens[source] // size) for source in sources]
-        heads = [self.ids[source][:n] for source, n in zip(sources, counts, strict=True)]
-        # All rows but one that go on from a partial block write a copy of it.
-        partial = [source for source in sources if num_tokens[source] % size]
-        self._reserve(len(partial) - len(set(partial)))
+        partial = [source for source in sources if num_tokens[source] % self._block_size]
+        # All rows but one that go on from a partial column write a copy of it.
+        columns = len(partial) - len(set(partial))
+        self._reserve(columns * sum(kind.num_tables for kind in self._kinds))
+        ends = [-(-num_tokens[source] // self._block_size) for source in sources]
+        heads = [
+            [(held.first, held.columns(held.first, end)) for held in self.held[source]]
+            for source, end in zip(sources, ends, strict=True)
+        ]
         for row in moved:
-            self._allocator.fork(heads[row])
+            for _, ids in heads[row]:
+                self._allocator.fork(ids)
         for row in moved:
-            self._allocator.free(self.ids[row][: counts[row]])
+            for held, (first, ids) in zip(self.held[row], heads[row], strict=True):
+                own = held.columns(held.first, ends[row])
+                self._allocator.free(own)
+                held.first, held.ids = first, ids + held.ids[len(own) :]
         copies, changed = [], set(moved)
         for row, source in enumerate(sources):
-            if num_tokens[source] % size and self._allocator.refcount(heads[row][-1]) > 1:
-                block, copy_from = self._allocator.make_writable(heads[row][-1])
-                assert copy_from is not None
-                copies.append((copy_from, block))
-                heads[row][-1] = block
-                changed.add(row)
-        updates = []
+            if num_tokens[source] % self._block_size:
+                own_copies = self._own_column(self.held[row], ends[row] - 1)
+                copies += own_copies
+                changed.update([row] if own_copies else [])
+        updates: list[BlockUpdate] = []
         for row in sorted(changed):
-            self.ids[row] = heads[row] + self.ids[row][counts[row] :]
-            updates.append(BlockUpdate(self.slots[row], 0, tuple(heads[row])))
+            for held in self.held[row]:
+                updates += held.updates(self.slots[row], held.first)
         return Reordered(tuple(updates), tuple(copies))
+
+    def _own_column(self, row: Sequence[HeldBlocks], column: int) -> list[tuple[int, int]]:
+        """Make a row the only owner of a column; return the blocks to copy."""
+        copies = []
+        for held in row:
+            size = held.kind.num_tables
+            at = (column - held.first) * size
+            for index in range(at, at + size):
+                if self._allocator.refcount(held.ids[index]) > 1:
+                    block, copy_from = self._allocator.make_writable(held.ids[index])
+                    assert copy_from is not None
+                    copies.append((copy_from, block))
+                    held.ids[index] = block
+        return copies
 
     def _reserve(self, count: int) -> None:
         missing = count - self._allocator.num_free

@@ -12,22 +12,23 @@ because steps are launched in order on one stream.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Literal
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND, LayerKind
 from torch_paged.cache.prefix import PrefixCache
+from torch_paged.engine.deadlines import Deadlines
 from torch_paged.engine.decode_clock import DecodeClock
+from torch_paged.engine.integrity import check_requests
 from torch_paged.engine.prefix_reuse import PrefixReuse
 from torch_paged.engine.request import FinishReason, Request, RequestStatus
+from torch_paged.engine.request_blocks import RequestBlocks
 from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.engine.step import BlockUpdate, PrefillChunk, ScheduledStep, StepDraft
-from torch_paged.engine.swap import SwapCopy, SwapSpace
+from torch_paged.engine.swap import Swaps, SwapSpace
 from torch_paged.engine.waiting_line import WaitingLine
-from torch_paged.errors import TorchPagedError
 
 
 class Scheduler:
@@ -37,19 +38,22 @@ class Scheduler:
       `max_num_batched_tokens`, at least one, in order of admission.
     * Requests are admitted in order of arrival or of priority. The first in line is not overtaken:
       whoever comes after it waits until it has the slot and the blocks for all its tokens.
-    * A row without a block for its next token takes the blocks of the last in line. Those of its
-      tokens that are out stay out; they are computed again, or swapped in, behind its prompt.
+    * A row without a block for its next tokens takes the blocks of the last in line. Those of
+      the loser's tokens that are out stay out; they are computed again, or swapped in, behind its
+      prompt.
+    * What has left the windows of a kind of layers is given back, while a prompt is computed too.
     * A request that fits in no way ends alone, as "error".
 
     Args:
         allocator: the blocks of the KV pool; the scheduler need not be their only user.
+        kinds: of the layers; a request has blocks for each of them.
         max_num_seqs: most requests that run together.
         max_num_batched_tokens: tokens in one step, those of decoding rows included.
         max_model_len: longest sequence, prompt included.
         policy: "fcfs", or "priority": smaller `Request.priority` first. One level of priority is
             worth `aging_steps` steps of waiting, so nobody waits for ever.
         prefix_cache: used if `enable_prefix_caching`.
-        reserve: blocks left free for each running request when another one is admitted.
+        reserve: columns of blocks left free for each running request when another is admitted.
         preempt: False raises `OutOfBlocks` instead; the call may be repeated, nothing is lost.
         swap_space: asked before a preempted request's KV is dropped.
         make_room: asked for that many more blocks before anyone is preempted or kept waiting;
@@ -65,6 +69,7 @@ class Scheduler:
         allocator: BlockAllocator,
         *,
         block_size: int,
+        kinds: Sequence[LayerKind] = ONE_KIND,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -84,27 +89,27 @@ class Scheduler:
             raise ValueError("enable_prefix_caching needs a prefix_cache, got None; pass one")
         self.num_preemptions = 0
         self._allocator = allocator
-        self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._reserve = reserve
         self._preempt = preempt
-        self._swap_space = swap_space
-        self._make_room = make_room
+        self._swaps = Swaps(swap_space)
         self._learn = learn
         self._now = now
 
         self._clock = DecodeClock(block_size)
         self._line = WaitingLine(policy, aging_steps)
+        max_chunk = max(1, max_num_batched_tokens)
+        self._blocks = RequestBlocks(allocator, block_size, kinds, max_chunk, make_room)
+        self._reserve = reserve * self._blocks.num_tables
         cache = prefix_cache if enable_prefix_caching else None
-        self._prefixes = PrefixReuse(cache, allocator, block_size)
+        self._prefixes = PrefixReuse(cache, allocator, block_size, kinds)
         self._requests: dict[Hashable, Request] = {}  # all that have not ended
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
+        self._prefilled: list[Request] = []  # in the last step, behind windows
         self._slots = SlotPool(max_num_seqs) if slots is None else slots
         self.num_running = 0  # requests with a slot, prefilling or decoding
-        # Heap of (seconds, arrival, id); an entry may outlive its request by a long time.
-        self._deadlines: list[tuple[float, int, Hashable]] = []
+        self._deadlines = Deadlines()
         self._draft = StepDraft()
 
     @property
@@ -134,6 +139,7 @@ class Scheduler:
                 "add a new Request under a new id"
             )
         self._line.arrive(request, self._clock.step)
+        self._blocks.open(request)
         self._requests[request.request_id] = request
         tokens_left = self._max_model_len - request.num_prompt_tokens
         if tokens_left < 1:
@@ -144,8 +150,7 @@ class Scheduler:
             self._end(request, "error", why)
             return
         request.max_new_tokens = min(request.max_new_tokens, tokens_left)
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.arrival, request.request_id))
+        self._deadlines.watch(request)
         self._line.join(request)
 
     def cancel(self, request_id: Hashable) -> None:
@@ -176,13 +181,18 @@ class Scheduler:
         Raises:
             OutOfBlocks: only with ``preempt=False``.
         """
-        self._expire()
+        for request in self._deadlines.passed(self._now, self._requests):
+            self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
         if decode and not self._grow_at_once():
             self._grow_rows(1, preempt=self._preempt)
         num_decoding = len(self._clock.rows) if decode else 0
-        prefills = self._plan_prefills(max(1, self._max_num_batched_tokens - num_decoding))
+        budget = max(1, self._max_num_batched_tokens - num_decoding)
+        if self._blocks.has_window:
+            self._move_windows(budget)
+            num_decoding = len(self._clock.rows) if decode else 0  # fewer, if it preempted
+        prefills = self._plan_prefills(budget)
         step = self._draft.take(num_decoding, prefills, decode=decode)
         self._clock.step += decode
         for chunk in prefills:
@@ -190,6 +200,8 @@ class Scheduler:
                 chunk.request.num_output_tokens += 1
                 self._draft.started[chunk.request.request_id] = chunk.request
                 self._clock.start(chunk.request)
+                if self._blocks.has_window:
+                    self._prefilled.append(chunk.request)
         return step
 
     def ensure_decode_blocks(self, num_tokens_ahead: int) -> tuple[BlockUpdate, ...]:
@@ -216,37 +228,36 @@ class Scheduler:
         self._allocator.check_integrity()
         requests = self._requests.values()
         self._slots.check_integrity([r.slot for r in requests if r.slot is not None])
-        problems: list[str] = []
-        for request in requests:
-            name, running = request.request_id, request.status is RequestStatus.RUNNING
-            places = (name in self._prefilling) + (name in self._clock.rows)
-            if {request.slot is not None, bool(request.block_ids), places} != {running}:
-                problems.append(f"{name!r} is {request.status.value}, but in {places} places")
-            spare = len(request.block_ids) * self._block_size - request.max_kv_tokens
-            left = request.max_kv_tokens - self.num_computed_tokens(request)
-            if running and not -left <= spare < self._block_size:
-                problems.append(f"{name!r} has {len(request.block_ids)} blocks")
-        if self.num_running != len(self._prefilling) + len(self._clock.rows):
-            problems.append(f"num_running is {self.num_running}")
-        holders = Counter(chain.from_iterable(request.block_ids for request in requests))
-        for block, count in holders.items():
-            if self._allocator.refcount(block) < count:
-                problems.append(f"block {block} has more holders than owners: {count}")
-        if problems:
-            raise TorchPagedError("scheduler is inconsistent: " + "; ".join(problems))
+        check_requests(requests, self._prefilling, self._clock, self._blocks, self.num_running)
 
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._now():
-            _, arrival, request_id = heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival == arrival:
-                self._end(request, "cancelled", "its deadline has passed")
+    def _move_windows(self, budget: int) -> None:
+        """Give prompts that go on the blocks of their next chunks, and take what is behind."""
+        for request in self._prefilled:
+            if request.decode_since >= 0:
+                self._blocks.drop_behind(request, self.num_computed_tokens(request))
+            self._line.head_waits = False
+        self._prefilled.clear()
+        for request in list(self._prefilling.values()):
+            if budget == 0:
+                return
+            if request.slot is None:  # preempted meanwhile
+                continue
+            start = request.num_computed_tokens
+            length = min(budget, request.num_tokens - start)
+            self._blocks.drop_behind(request, start)
+            self._grow(request, start + length, self._preempt)
+            budget -= length
 
     def _plan_prefills(self, budget: int) -> tuple[PrefillChunk, ...]:
         chunks: list[PrefillChunk] = []
         for request in chain(list(self._prefilling.values()), self._admissions()):
             start = request.num_computed_tokens
             length = min(budget, request.num_tokens - start)
+            if self._blocks.has_window:
+                # Whoever was preempted above has left more of the budget than was counted on.
+                length = min(length, self._blocks.num_covered(request) - start)
+                if length <= 0:
+                    continue
             is_last = start + length == request.num_tokens
             chunks.append(PrefillChunk(request, start, length, is_last))
             request.num_computed_tokens += length
@@ -277,83 +288,77 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Settle the first in line: it runs, or ends because it never can. False: it waits."""
-        needed = self._num_blocks(request.num_tokens)
-        found = [] if request.host_block_ids else self._prefixes.acquire(request)
-        fresh = self._take(needed - len(found), keep=self._reserve * self.num_running)
-        if fresh is None:
-            self._allocator.free(found)
+        swapped = bool(request.host_block_ids)
+        found = 0 if swapped else self._prefixes.acquire(request)
+        needed = self._blocks.num_first(request)
+        if not self._blocks.admit(request, keep=self._reserve * self.num_running):
+            self._blocks.close(request)
+            if not swapped:
+                self._blocks.open(request)
             if needed <= self._allocator.num_blocks and self.num_running:
                 return False
-            self._end(request, "error", self._too_large(needed))
+            self._end(request, "error", self._blocks.too_large(needed))
             return True
         request.status = RequestStatus.RUNNING
         request.slot = self._slots.take()
         self.num_running += 1
-        request.block_ids = found + fresh
-        if request.host_block_ids:
-            device_blocks = tuple(fresh[: len(request.host_block_ids)])
-            self._draft.swap_ins.append(SwapCopy(request, device_blocks, request.host_block_ids))
-            self._give_back_swapped(request)
+        if swapped:
+            copy = self._swaps.bring_in(request, self._blocks.filled(request))
+            self._draft.swap_ins.append(copy)
         else:
-            request.num_computed_tokens = len(found) * self._block_size
+            request.num_computed_tokens = found
         request.num_cached_tokens = request.num_computed_tokens
         self._prefilling[request.request_id] = request
-        self._draft.block_updates.append(BlockUpdate(request.slot, 0, tuple(request.block_ids)))
+        self._draft.block_updates += self._blocks.table_rows(request)
         return True
 
     def _grow_at_once(self) -> bool:
         """Give every row whose blocks are full one more, if that many are free."""
         due = list(self._clock.rows_to_grow(1))
-        blocks = self._take(len(due))
-        for index, request in enumerate(due):
-            if blocks is not None:
-                assert request.slot is not None
-                update = BlockUpdate(request.slot, len(request.block_ids), (blocks[index],))
-                self._draft.block_updates.append(update)
-                request.block_ids.append(blocks[index])
+        if not due:
+            return True
+        for request in due if self._blocks.has_window else ():
+            self._blocks.drop_behind(request, self.num_computed_tokens(request))
+        updates = self._blocks.grow_all(due)
+        self._draft.block_updates += updates or ()
+        for request in due:
             self._clock.watch_blocks(request)
-        return blocks is not None
+        return updates is not None
 
     def _grow_rows(self, num_steps: int, *, preempt: bool) -> None:
         for request in self._clock.rows_to_grow(num_steps):
+            tokens = self.num_computed_tokens(request)
+            self._blocks.drop_behind(request, tokens)
             try:
-                self._grow(request, num_steps, preempt)
+                self._grow(request, min(tokens + num_steps, request.max_kv_tokens), preempt)
             finally:
                 if request.decode_since >= 0:
                     self._clock.watch_blocks(request)
 
-    def _grow(self, request: Request, num_steps: int, preempt: bool) -> None:
-        """Give a row the blocks for `num_steps` more tokens, or take its slot away."""
-        assert request.slot is not None
-        tokens = min(self.num_computed_tokens(request) + num_steps, request.max_kv_tokens)
-        first = len(request.block_ids)
-        count = self._num_blocks(tokens) - first
-        while (blocks := self._take(count)) is None:
+    def _grow(self, request: Request, num_tokens: int, preempt: bool) -> None:
+        """Give a request the blocks for `num_tokens` tokens in all, or take its slot away."""
+        while (updates := self._blocks.grow(request, num_tokens)) is None:
+            count = self._blocks.num_missing(request, num_tokens)
             if not preempt:
                 self._allocator.allocate(count)  # raises OutOfBlocks
             running = chain(self._prefilling.values(), self._clock.rows.values())
             victim = max(running, key=lambda r: (r.rank, r.arrival))
             if self.num_running == 1:
-                self._end(request, "error", self._too_large(first + count))
+                self._end(request, "error", self._blocks.too_large(len(request.block_ids) + count))
             else:
                 self._preempt_request(victim)
             if victim is request:
                 return
-        request.block_ids += blocks
-        self._draft.block_updates.append(BlockUpdate(request.slot, first, tuple(blocks)))
+        self._draft.block_updates += updates
 
     def _preempt_request(self, request: Request, *, trusted: bool = True) -> None:
-        blocks = request.block_ids
-        self._vacate(request, trusted=trusted)
-        filled = tuple(blocks[: self._num_blocks(request.num_computed_tokens)])
-        host = None
-        if self._swap_space is not None and filled and trusted:
-            host = self._swap_space.take(request, len(filled))
-        if host is not None:
-            request.host_block_ids = tuple(host)
-            self._draft.swap_outs.append(SwapCopy(request, filled, request.host_block_ids))
+        filled = self._vacate(request, trusted=trusted)
+        copy = self._swaps.take_out(request, filled) if trusted else None
+        if copy is not None:
+            self._draft.swap_outs.append(copy)
         else:
             request.num_computed_tokens = 0
+            self._blocks.open(request)
         request.status = RequestStatus.PREEMPTED
         self.num_preemptions += 1
         self._draft.preempted.append(request)
@@ -362,16 +367,18 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.slot is not None:
             self._vacate(request, trusted=reason != "error")
-        if request.host_block_ids:
-            self._give_back_swapped(request)
+        self._swaps.drop(request)
         self._line.head_waits = False
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
         del self._requests[request.request_id]
         self._draft.finished.append(request)
 
-    def _vacate(self, request: Request, *, trusted: bool) -> None:
-        """Take its slot and blocks from a running request; others may find `trusted` ones."""
+    def _vacate(self, request: Request, *, trusted: bool) -> tuple[int, ...]:
+        """Take its slot and blocks from a running request; others may find `trusted` ones.
+
+        Returns the blocks that its next token would read.
+        """
         assert request.slot is not None
         self._draft.withdraw(request)
         if self._learn is not None:
@@ -386,29 +393,8 @@ class Scheduler:
             self._prefixes.forget(request)
         self._slots.give_back(request.slot)
         self.num_running -= 1
-        self._allocator.free(request.block_ids)
-        request.slot, request.block_ids = None, []
-
-    def _give_back_swapped(self, request: Request) -> None:
-        assert self._swap_space is not None
-        self._swap_space.give_back(request.host_block_ids)
-        request.host_block_ids = ()
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _take(self, count: int, *, keep: int = 0) -> list[int] | None:
-        """Allocate `count` blocks if `keep` more than these are free, or can be made."""
-        missing = count + keep - self._allocator.num_free
-        if missing > 0 and not (self._make_room is not None and self._make_room(missing)):
-            return None
-        return self._allocator.allocate(count)
-
-    def _too_large(self, num_blocks: int) -> str:
-        return (
-            f"the request needs {num_blocks} KV blocks and the pool has "
-            f"{self._allocator.num_blocks}; raise kv_cache_memory or shorten the request"
-        )
+        request.slot = None
+        return self._blocks.close(request)
 
 
 __all__ = ["BlockUpdate", "PrefillChunk", "ScheduledStep", "Scheduler"]

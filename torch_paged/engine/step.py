@@ -6,22 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from torch_paged.engine.held_blocks import BlockUpdate
 from torch_paged.engine.request import Request
 from torch_paged.engine.swap import SwapCopy
 
 _T = TypeVar("_T")
-
-
-class BlockUpdate(NamedTuple):
-    """Write ``block_table[slot, first_index : first_index + len(block_ids)] = block_ids``.
-
-    Index 0 begins the row of a new owner: what the last owner of the slot left there is void.
-    The updates of one step, or of one `ensure_decode_blocks`, write no entry twice.
-    """
-
-    slot: int
-    first_index: int
-    block_ids: tuple[int, ...]
 
 
 class PrefillChunk(NamedTuple):

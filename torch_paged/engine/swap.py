@@ -28,4 +28,34 @@ class SwapSpace(Protocol):
         ...
 
 
-__all__ = ["SwapCopy", "SwapSpace"]
+class Swaps:
+    """Sends the KV of requests to the host and back; without a space nothing is ever sent."""
+
+    def __init__(self, space: SwapSpace | None) -> None:
+        self._space = space
+
+    def take_out(self, request: Request, device_blocks: tuple[int, ...]) -> SwapCopy | None:
+        """Return the copy to make before the blocks are written, None to have them recomputed."""
+        if self._space is None or not device_blocks:
+            return None
+        host_blocks = self._space.take(request, len(device_blocks))
+        if host_blocks is None:
+            return None
+        request.host_block_ids = tuple(host_blocks)
+        return SwapCopy(request, device_blocks, request.host_block_ids)
+
+    def bring_in(self, request: Request, device_blocks: tuple[int, ...]) -> SwapCopy:
+        """Return the copy that makes a request's KV readable again."""
+        copy = SwapCopy(request, device_blocks, request.host_block_ids)
+        self.drop(request)
+        return copy
+
+    def drop(self, request: Request) -> None:
+        """Give host blocks back, if the request has any."""
+        if request.host_block_ids:
+            assert self._space is not None
+            self._space.give_back(request.host_block_ids)
+            request.host_block_ids = ()
+
+
+__all__ = ["SwapCopy", "SwapSpace", "Swaps"]

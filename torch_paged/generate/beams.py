@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.generate.decide import Call, fallback_reasons
-from torch_paged.generate.past import fill_cache
+from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
@@ -98,9 +98,12 @@ def _run(model: Any, session: Session, call: Call) -> Any:
     prompts, columns = pack(session.step.device, call.input_ids, kwargs, config)
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
-    batch = BatchRun(session.core, prompts, limits, lag=0, steps_ahead=1)
+    cache = seams.call_cache(kwargs)
+    core = session.core
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)
+    batch = BatchRun(core, prompts, limits, lag=0, steps_ahead=1, keeps=keeps)
     with one_kind_of_error(), batch as run:
-        stand_in, cache = RunAsModel(model, run), seams.call_cache(kwargs)
+        stand_in = RunAsModel(model, run)
         if (name := seams.cache_name(kwargs)) is not None:
             kwargs[name] = BeamBlocks(run)
         output = seams.DECODING_SEAMS["_beam_search"].original(
@@ -112,8 +115,7 @@ def _run(model: Any, session: Session, call: Call) -> Any:
             synced_gpus=False,
             **kwargs,
         )
-        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-        if cache is not None and kept:
+        if keeps != "nothing":
             fill_cache(cache, run, columns, stand_in.num_steps, session.step.dtype)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)

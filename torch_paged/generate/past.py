@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged.engine.batch import BatchRun, CachedKV
+from torch_paged.engine.batch import BatchRun, Keeps
+from torch_paged.engine.core import EngineCore
+from torch_paged.engine.packed_prompts import CachedKV
 from torch_paged.patches import seams
 
 
@@ -74,6 +76,17 @@ def past_reasons(
     return []
 
 
+def wanted_kv(cache: Any, returned: bool, core: EngineCore) -> Keeps:
+    """Say what a run has to keep for the cache of its call.
+
+    Args:
+        returned: the cache is part of the call's result.
+    """
+    if cache is None or not (returned or seams.cache_is_user_defined(cache)):
+        return "nothing"
+    return "windows" if seams.forgets_behind_windows(cache, core.layout.windows) else "all"
+
+
 def cached_kv(cache: Any, columns: Columns) -> CachedKV:
     """Return the reader of the real columns of a cache, layer by layer."""
     index = columns.cached_index
@@ -125,4 +138,5 @@ __all__ = [
     "full_width",
     "num_past_columns",
     "past_reasons",
+    "wanted_kv",
 ]

@@ -13,7 +13,7 @@ from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
-from torch_paged.generate.past import fill_cache
+from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.samplers import make_sampler
@@ -110,7 +110,10 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
-    with one_kind_of_error(), BatchRun(session.core, prompts, limits, lag) as run:
+    cache = seams.call_cache(call.model_kwargs)
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
+    batch = BatchRun(session.core, prompts, limits, lag, keeps=keeps)
+    with one_kind_of_error(), batch as run:
         logits = run.prefill()
         if decision.loop == "stepped":
             sequences, num_steps, extras = _stepped(run, logits, call, decision)
@@ -128,9 +131,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
-        cache = seams.call_cache(call.model_kwargs)
-        kept = config.return_dict_in_generate or seams.cache_is_user_defined(cache)
-        if cache is not None and kept:
+        if keeps != "nothing":
             fill_cache(cache, run, columns, num_steps, session.step.dtype)
         if not config.return_dict_in_generate:
             return sequences

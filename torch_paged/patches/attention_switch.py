@@ -135,6 +135,7 @@ class PagedRun:
         self.seen[id(module)] += 1
         state, inputs = self.binding.state, self.inputs
         k_cache, v_cache = self.binding.keys[layer], self.binding.values[layer]
+        block_table, table = self.binding.block_table(layer), self.binding.tables[layer]
         limits = {"window": self.windows[layer], "softcap": call.softcap, "sinks": s}
         if self.decode:
             return fused_decode_attention(
@@ -145,21 +146,22 @@ class PagedRun:
                 None,
                 k_cache,
                 v_cache,
-                state.block_table,
+                block_table,
                 inputs.slots,
                 state.context_lens,
                 state.counters,
                 scale=call.scale,
                 **limits,
             )
-        assert inputs.slot_mapping is not None and inputs.cu_seqlens is not None
+        assert inputs.slot_mappings and inputs.cu_seqlens is not None
         query, key, value = (t.squeeze(0).transpose(0, 1).contiguous() for t in (q, k, v))
-        rotary_cache_write(query, key, value, None, None, k_cache, v_cache, inputs.slot_mapping)
+        mapping = inputs.slot_mappings[table]
+        rotary_cache_write(query, key, value, None, None, k_cache, v_cache, mapping)
         return paged_prefill_attention(
             query,
             k_cache,
             v_cache,
-            state.block_table,
+            block_table,
             inputs.slots,
             inputs.cu_seqlens,
             state.context_lens,

@@ -75,9 +75,13 @@ class PatchedStep:
         return tuple(call.shape for call in self.calls)
 
     @property
+    def layer_windows(self) -> tuple[int, ...]:
+        return self._windows
+
+    @property
     def has_window(self) -> bool:
         """Say whether any layer attends to a window only."""
-        return any(call.window for call in self.calls)
+        return any(self._windows)
 
     @property
     def storage_key(self) -> tuple[object, ...]:

@@ -271,6 +271,18 @@ def cache_windows(config: Any) -> list[int]:
     ]
 
 
+def forgets_behind_windows(cache: Any, windows: Sequence[int]) -> bool:
+    """Say whether a cache drops what the windows of its layers, 0 for none, do not show."""
+
+    def forgets(layer: Any, window: int) -> bool:
+        # One that remembers a single token keeps them all: its slice from -0 on is the whole.
+        fits = getattr(layer, "is_sliding", False) and 1 < layer.sliding_window <= window
+        return bool(fits) and not getattr(layer, "record_past", False)
+
+    pairs = zip(cache.layers, windows, strict=False)
+    return len(cache.layers) == len(windows) and all(forgets(*p) for p in pairs if p[1])
+
+
 def has_own_input_preparation(model: nn.Module) -> bool:
     """Say whether prepare_inputs_for_generation was replaced on the instance (PEFT prompts)."""
     return "prepare_inputs_for_generation" in model.__dict__

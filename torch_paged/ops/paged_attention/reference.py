@@ -65,6 +65,17 @@ def _gather_tokens(
     return tokens[:, :, start:stop].to(dtype)
 
 
+def _window_columns(last: torch.Tensor, window: int, block_size: int) -> torch.Tensor:
+    """Return the columns [B, n] of the block table that tokens at `last` [B] see.
+
+    Rows that see fewer repeat their last one: what lies around it may be gone.
+    """
+    final = last // block_size
+    first = (last - window + 1).clamp(min=0) // block_size
+    count = int((final - first).max()) + 1
+    return torch.minimum(first[:, None] + torch.arange(count), final[:, None])
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -131,23 +142,33 @@ def paged_decode_attention_reference(
     live_slots = torch.tensor([slot_list[row] for row in live])
     last = context_lens[live_slots].long()  # index of the query's own token
     low, high = (int(value) for value in last.aminmax())
-    first_key = max(0, low - window + 1) if window > 0 else 0
-    first_block = first_key // block_size
-    blocks = block_table[live_slots, first_block : high // block_size + 1].long()
-    base = first_block * block_size
     masked = low != high
-    if masked:
-        # Entries past a row's own blocks are unset; their tokens are hidden below.
-        blocks = blocks.clamp_(0, k_cache.shape[0] - 1)
     dtype = _compute_dtype(query)
-    keys = _gather_tokens(k_cache, blocks, first_key - base, high + 1 - base, dtype)
-    values = _gather_tokens(v_cache, blocks, first_key - base, high + 1 - base, dtype)
-    key_index = torch.arange(first_key, high + 1)[None]
-    if masked:
-        # A weight of zero times NaN is NaN, so values nobody wrote are cleared as well.
-        tail = values[:, :, low + 1 - first_key :]
-        unwritten = key_index[:, low + 1 - first_key :] > last[:, None]
-        tail.masked_fill_(unwritten[:, None, :, None], 0.0)
+    if masked and window > 0:
+        columns = _window_columns(last, window, block_size)
+        blocks = block_table[live_slots[:, None], columns].long()
+        count = blocks.shape[1] * block_size
+        keys = _gather_tokens(k_cache, blocks, 0, count, dtype)
+        values = _gather_tokens(v_cache, blocks, 0, count, dtype)
+        key_index = columns[:, :1] * block_size + torch.arange(count)
+        hidden = (key_index > last[:, None]) | (key_index <= last[:, None] - window)
+        # A weight of zero times NaN is NaN, so values out of sight are cleared as well.
+        values.masked_fill_(hidden[:, None, :, None], 0.0)
+    else:
+        first_key = max(0, low - window + 1) if window > 0 else 0
+        first_block = first_key // block_size
+        blocks = block_table[live_slots, first_block : high // block_size + 1].long()
+        base = first_block * block_size
+        if masked:
+            # Entries past a row's own blocks are unset; their tokens are hidden below.
+            blocks = blocks.clamp_(0, k_cache.shape[0] - 1)
+        keys = _gather_tokens(k_cache, blocks, first_key - base, high + 1 - base, dtype)
+        values = _gather_tokens(v_cache, blocks, first_key - base, high + 1 - base, dtype)
+        key_index = torch.arange(first_key, high + 1)[None]
+        if masked:
+            tail = values[:, :, low + 1 - first_key :]
+            unwritten = key_index[:, low + 1 - first_key :] > last[:, None]
+            tail.masked_fill_(unwritten[:, None, :, None], 0.0)
     rows = query if len(live) == batch else query[live]
     result = _attend(
         rows.to(dtype).reshape(len(live), num_kv_heads, -1, 1, head_dim),

@@ -132,6 +132,9 @@ def range_of_split(
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0)
     base = first // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        # A window of one token shows nothing of the cache: its newest block may be gone.
+        base = tl.where(first < stop, base, stop)
     num_active = 1
     low = base
     high = stop
