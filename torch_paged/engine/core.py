@@ -25,6 +25,7 @@ from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.errors import OutOfBlocks, TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache, GraphPool
+from torch_paged.ops.paged_attention.config import SHORT_TOKENS
 
 logger = logging.getLogger("torch_paged")
 
@@ -66,7 +67,7 @@ class EngineCore:
     Args:
         step: the model's step.
         config: validated configuration.
-        max_model_len: tokens that a block table row starts out with room for.
+        max_model_len: tokens that a block table row has room for at first, unless all are short.
     """
 
     def __init__(self, step: StepModel, config: Config, max_model_len: int) -> None:
@@ -265,7 +266,12 @@ class EngineCore:
             self._bound = _UNBOUND
 
     def _prepare_state(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
-        max_blocks = -(-max(max_tokens, self.max_model_len) // self.config.block_size)
+        # Attention is tuned by the width of the table, so it has one of two.
+        if max_tokens > SHORT_TOKENS or self.max_model_len < SHORT_TOKENS:
+            max_tokens = max(max_tokens, self.max_model_len)
+        else:
+            max_tokens = SHORT_TOKENS
+        max_blocks = -(-max_tokens // self.config.block_size)
         num_held = self._slots.num_slots - self._slots.num_free
         num_seqs = max(num_held + num_seqs, self.config.max_num_seqs)
         num_eos_ids = max(num_eos_ids, DEFAULT_EOS_IDS)

@@ -34,7 +34,7 @@ _MANY_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2)
 _FEW_SHORT_PROGRAMS = DecodeConfig(
     tile_bytes=65536, programs_per_sm=1, num_warps=8, num_stages=1, early_tile=True
 )
-_SHORT_TOKENS = 4096
+SHORT_TOKENS = 4096
 _SMALL_SHARED_MEMORY = DecodeConfig(num_stages=2)
 _NO_ASYNC_COPIES = DecodeConfig(tile_bytes=4096, num_stages=1)
 # Small, so that small tests under the interpreter reach several splits.
@@ -78,7 +78,7 @@ def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> De
             return _MANY_PROGRAMS
         # Exact float32 products, and wide heads, leave no registers for a tile.
         narrow = query.element_size() == 2 and query.shape[-1] <= 192
-        short = max_tokens <= _SHORT_TOKENS and narrow
+        short = max_tokens <= SHORT_TOKENS and narrow
         return _FEW_SHORT_PROGRAMS if short else _FEW_PROGRAMS
     return _NO_ASYNC_COPIES if major < 8 else _SMALL_SHARED_MEMORY
 
