@@ -176,7 +176,7 @@ def test_beams_that_raise_leave_a_usable_model(model, device, accelerate) -> Non
 def test_a_prompt_is_prefilled_once_and_partial_blocks_alone_are_copied(
     model, device, accelerate, monkeypatch
 ) -> None:
-    from torch_paged.engine import batch
+    from torch_paged.engine import batch, kv_transfer
 
     prefilled, copied = [], []
     original = batch.BatchRun.prefill
@@ -193,7 +193,7 @@ def test_a_prompt_is_prefilled_once_and_partial_blocks_alone_are_copied(
     ids = prompt(40, 40, device=device)
     greedy(model, ids, 1, num_beams=4)
     monkeypatch.setattr(batch.BatchRun, "prefill", prefill)
-    monkeypatch.setattr(batch, "copy_blocks", copying)
+    monkeypatch.setattr(kv_transfer, "copy_blocks", copying)
     greedy(model, ids, 24, num_beams=4)
     assert prefilled == [40]
     assert copied and max(copied) <= 3

@@ -16,6 +16,7 @@ import torch_paged
 from torch_paged.engine.batch import BatchRun
 from torch_paged.generate.registry import find_session
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, WINDOW, NEW = 8, 9, 60  # more than six windows
 _SMALL = {
     "vocab_size": 64,
@@ -43,7 +44,7 @@ MODELS: dict[str, tuple[type, int, dict[str, Any], tuple[int, int]]] = {
 
 def model_of(name: str) -> nn.Module:
     config_class, seed, fields, _ = MODELS[name]
-    return tiny(config_class, seed, **{**_SMALL, **fields})
+    return tiny(config_class, seed, DEVICE, **{**_SMALL, **fields})
 
 
 def most_blocks(name: str, num_tokens: int, slack: int) -> int:
@@ -75,7 +76,7 @@ def left_padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask = torch.zeros(len(rows), width).long(), torch.zeros(len(rows), width).long()
     for i, row in enumerate(rows):
         ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
-    return ids, mask
+    return ids.to(DEVICE), mask.to(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +163,7 @@ def test_long_decode_stays_in_a_pool_of_its_windows(
 def test_engine_answers_alike_and_holds_the_windows_alone(name: str) -> None:
     model = model_of(name)
     lengths = [5, 40, 17]
-    prompts = [prompt(n, 7 + n, 64) for n in lengths]
+    prompts = [prompt(n, 7 + n, 64, device=DEVICE) for n in lengths]
     expected = [answer(model, p, torch.ones_like(p))[0, p.shape[1] :].tolist() for p in prompts]
     mine = copy.deepcopy(model)
     config = {"block_size": SIZE, "max_num_batched_tokens": 16, "lag": 4}
