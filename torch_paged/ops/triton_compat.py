@@ -2,6 +2,13 @@
 
 Op files define their kernels at module level; on platforms without Triton (macOS, Windows) the
 decorator below makes each kernel raise when launched, and the CPU references keep working.
+
+Kernels follow each other by programmatic dependent launch where the device has it, under two
+rules. Each waits (`gdc_wait`) before it reads what a kernel of the same step wrote: its end is
+then the end of all before it. And it lets its successors start at once (`gdc_launch_dependents`),
+unless it writes what they read before they wait: decode attention reads slots, lengths, block
+tables and the blocks of earlier tokens, so `advance` and `copy_blocks` let nobody start before
+they end.
 """
 
 from __future__ import annotations
