@@ -79,7 +79,7 @@ def _verdict(found: Comparison) -> list[str]:
             named = others[:_MOST_NAMED] + ([f"{more} more"] if more > 0 else [])
             lines += _wrapped("also part: ", ["; ".join(named)])
     elif not found.failure:
-        lines.append(f"No part of {len(found.points)} compared values differs.")
+        lines.append(f"All {len(found.points)} compared values agree.")
     if found.failure:
         lines += ["Our step fails:", textwrap.indent(found.failure, "  ")]
     if found.selftest:

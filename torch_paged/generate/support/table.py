@@ -47,22 +47,28 @@ def format_markdown(rows: Sequence[Row], versions: Mapping[str, str], command: s
     """Write the page docs/support.md."""
     where = ", ".join(f"{name} {version}" for name, version in versions.items())
     prompts = ", ".join(map(str, PROMPTS))
-    lines = [
-        "# Supported models",
-        "",
+    paragraphs = [
         f"Made by `{command}` with {where}. Run it for the versions that you have.",
-        "",
-        f"It builds each causal-LM type that transformers knows with a tiny random config, and "
+        "It builds each causal-LM type that transformers knows with a tiny random config, and "
         f"compares what it generates with and without torch_paged: greedily, {NEW_TOKENS} tokens "
         f"for a left-padded batch of {len(PROMPTS)} prompts ({prompts} tokens), in float32, "
         "against Hugging Face's eager attention.",
+        "A type is a `model_type` of transformers. Settings of a config can move a model to a "
+        "lower tier; `torch_paged.explain(model)` says so for the model that you hold.",
+    ]
+    made, compared, settings = ("\n".join(textwrap.wrap(p, _WIDTH)) for p in paragraphs)
+    lines = [
+        "# Supported models",
+        "",
+        made,
+        "",
+        compared,
         "",
         "- **fused**: whole decode steps of ours over the model's own parameters;",
         "- **patched**: the model's own forward with attention switched to the paged cache;",
-        "- **eager**: Hugging Face's own code, for the reason given.",
+        "- **eager**: Hugging Face's own code, for the reason given, and so equal in any case.",
         "",
-        "A type is a `model_type` of transformers. Settings of a config can move a model to a "
-        "lower tier; `torch_paged.explain(model)` says so for the model that you hold.",
+        settings,
         "",
         f"{format_counts(rows)}.",
         "",
