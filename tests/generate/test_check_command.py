@@ -12,6 +12,7 @@ import torch
 from torch_paged.__main__ import main
 from torch_paged.decoder import bind_attention
 from torch_paged.decoder.plan import lower
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.generate.check.comparison import compare_model
 from torch_paged.generate.check.plan_walk import title_of
 from torch_paged.generate.check.points import match, measure
@@ -161,6 +162,30 @@ def test_fault_of_the_decode_step_alone_is_found(monkeypatch: pytest.MonkeyPatch
     found = compare_model(tiny_model("llama"))
     parted = {(point.phase, point.title) for point in found.points if point.parts}
     assert parted == {("decode", "attention")}
+
+
+@pytest.fixture
+def fused_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode by the plan that a GPU runs: norms, activations and sums within the projections."""
+    monkeypatch.setattr(DecoderStep, "_fuses", lambda self, mode, rows: mode == "decode")
+
+
+@pytest.mark.usefixtures("fused_decode")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "starcoder2", "granite"])
+def test_fused_plan_agrees(model_type: str) -> None:
+    found = compare_model(tiny_model(model_type))
+    assert found.agrees and found.tier == "fused"
+    ops = " ".join(point.op for point in found.points if point.phase == "decode")
+    assert "+add[" in ops or "rms_norm+linear[" in ops
+
+
+@pytest.mark.usefixtures("fused_decode")
+def test_fault_in_a_fused_plan_names_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_row(monkeypatch, "glm4", norms=PRE_NORMS)
+    found = compare_model(tiny_model("glm4"))
+    first = next(point for point in found.points if point.parts and point.phase == "decode")
+    assert first.where == "layer 0, residual behind attention"
+    assert first.op == "r0 = linear+add[model.layers.0.self_attn.o_proj](a0, h)"
 
 
 def test_fault_of_switched_attention_names_the_layer(
