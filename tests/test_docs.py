@@ -7,14 +7,20 @@ import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.glm4 import modeling_glm4 as glm4
 
 import torch_paged
+from tests.patches import tiers
 from torch_paged.__main__ import main
 from torch_paged.engine.output import RequestOutput
+from torch_paged.generate.support import zoo
+from torch_paged.patches import families, traits
 from torch_paged.patches.families import FAMILIES
 from torch_paged.report import Report, Stats
 
@@ -129,15 +135,74 @@ def test_readme_names_every_family() -> None:
         assert f"`{module.split('.')[0]}`" in limits
 
 
+def test_support_page_has_the_tier_of_every_type() -> None:
+    page = (ROOT / "docs/support.md").read_text("utf-8")
+    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    rows = {cell[0].strip("| `"): (cell[1], cell[2]) for cell in cells}
+    assert {name for name, (tier, _) in rows.items() if tier == "fused"} == tiers.FUSED
+    assert {result for _, result in rows.values()} == {"equal", "not built"}
+    if f"transformers {transformers.__version__}," in page:
+        built = {name: tier for name, (tier, result) in rows.items() if result == "equal"}
+        assert built == {name: tiers.tier(name) for name in zoo.causal_lm_types()}
+
+
+def test_guide_to_families_names_what_exists() -> None:
+    page = (ROOT / "docs/adding_a_family.md").read_text("utf-8")
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+    quoted = set(re.findall(r"`([^`\n]+)`", prose))
+    paths = {name for name in quoted if name.startswith(("torch_paged/", "tests/"))}
+    assert len(paths) > 8 and all((ROOT / name).is_file() for name in paths), paths
+    modeling = Path(glm4.__file__).read_text("utf-8")
+    known = modeling + "".join((ROOT / name).read_text("utf-8") for name in paths)
+    for name in quoted - paths:
+        if re.fullmatch(r"\w+", name):
+            assert re.search(rf"\b{name}\b", known), name
+    for name in ("replace(_GLM, norms=GLM4_NORMS)", 'absent=("use_qk_norm",)'):
+        assert f"`{name}`" in page and name in known
+
+
+def test_guide_to_families_says_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs/adding_a_family.md"
+    printed = code_blocks(page, "text")
+    rows: list[dict[tuple[str, str], traits.Traits]] = []
+    for block in code_blocks(page, "python"):
+        names: dict[str, Any] = dict(vars(traits))
+        exec(compile(block, page.name, "exec"), names)
+        rows.append(names["ROW"])
+    (key,) = rows[-1]
+    assert rows[-1][key] == families.LLAMA_LIKE[key]
+    assert len(printed) == len(rows) + 1
+    monkeypatch.delitem(FAMILIES, key)
+    for row, lines in zip([None, *rows], printed, strict=True):
+        if row is not None:
+            monkeypatch.setitem(FAMILIES, key, families._llama_like(key[0], row[key]))
+        status = main(["check", "glm4", "--device", "cpu"])
+        assert status == int("part" in lines.splitlines()[0].split())
+        assert lines in capsys.readouterr().out
+
+
 def test_readme_keeps_the_place_of_the_numbers() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.index("<!-- numbers -->") < text.index("<!-- /numbers -->")
 
 
-def test_command_line_of_the_docs_exists(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("info", ["--report"]),
+        ("support", ["--types", "--json", "--markdown"]),
+        ("check", ["MODEL", "--all", "--tokens", "--dtype", "--device", "--trust-remote-code"]),
+    ],
+)
+def test_command_line_of_the_docs_exists(
+    command: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["info", "--help"])
-    assert "--report" in capsys.readouterr().out
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert all(option in text for option in options)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Command line: ``python -m torch_paged info [--report]``, or ``torch-paged info``."""
+"""Command line: ``python -m torch_paged info | support | check``, or ``torch-paged``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch_paged import environment
 from torch_paged._version import __version__
+from torch_paged.generate.check import command as check
+from torch_paged.generate.support import command as support
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     script = Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(
         prog=script if script == "torch-paged" else "python -m torch_paged",
-        description="Look at torch_paged and at what it runs on.",
+        description="Look at torch_paged, at what it runs on and at what it runs.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -25,7 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add_argument(
         "--report", action="store_true", help="more of it, as Markdown for a bug report"
     )
+    support.add_arguments(
+        commands.add_parser("support", help="every causal-LM type: tier, and equal or not")
+    )
+    check.add_arguments(
+        commands.add_parser("check", help="where a model's step parts from Hugging Face's")
+    )
     arguments = parser.parse_args(argv)
+    if arguments.command == "support":
+        return support.run(arguments)
+    if arguments.command == "check":
+        return check.run(arguments)
     rows = environment.describe(full=arguments.report)
     if arguments.report:
         print(environment.format_markdown(rows))

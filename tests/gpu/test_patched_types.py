@@ -18,15 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import torch_paged
-from tests.patches import tiers, zoo
+from tests.patches import tiers
+from torch_paged.generate.support import parity, zoo
+from torch_paged.generate.support.parity import LEAST_COMPARED, NEW_TOKENS
 from torch_paged.patches.refusal import SpecRefusal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = (5, 13, 21)
-NEW_TOKENS = 16  # the longest row ends in its third block of 16
-# Rows are compared with Hugging Face's up to the first step whose best logits are nearer.
-NEAR_TIE = 2e-4
-LEAST_COMPARED = 6
 LEAST_PATCHED = 60
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 
@@ -47,19 +44,8 @@ def only_patched() -> contextlib.AbstractContextManager[Any]:
     return mock.patch("torch_paged.generate.session.read_spec", side_effect=refusal)
 
 
-def prompts() -> tuple[Tensor, Tensor]:
-    """Return ids and mask [3, 21], left-padded."""
-    width = max(PROMPTS)
-    ids = torch.zeros(len(PROMPTS), width, dtype=torch.long)
-    for row, length in zip(ids, PROMPTS, strict=True):
-        generator = torch.Generator().manual_seed(length)
-        row[width - length :] = torch.randint(3, zoo.VOCAB, (length,), generator=generator)
-    ids = ids.to(DEVICE)
-    return ids, (ids != 0).long()
-
-
 def greedy(model: PreTrainedModel, rows: slice = slice(None), **kwargs: Any) -> Any:
-    ids, mask = prompts()
+    ids, mask = parity.prompts(DEVICE)
     kwargs |= {"attention_mask": mask[rows], "max_new_tokens": NEW_TOKENS, "do_sample": False}
     return model.generate(ids[rows], **kwargs)
 
@@ -116,10 +102,8 @@ def run_tier(model: PreTrainedModel, tier: str, cuda_graphs: bool) -> list[Tenso
 
 
 def assert_same_until_a_near_tie(got: Tensor, expected: Any) -> None:
-    best = torch.stack(expected.logits).float().topk(2, -1).values
-    near = best[..., 0] - best[..., 1] < NEAR_TIE
-    for row, ties in enumerate(near.T):
-        steps = int(ties.nonzero()[0]) if ties.any() else NEW_TOKENS
+    steps_of_rows = parity.steps_to_compare(torch.stack(expected.logits))
+    for row, steps in enumerate(steps_of_rows):
         assert steps >= LEAST_COMPARED, "a near tie decides this case: change the weights"
         end = got.shape[1] - NEW_TOKENS + steps
         assert torch.equal(got[row, :end], expected.sequences[row, :end]), f"row {row}"

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import torch_paged
+from torch_paged.generate.support import zoo
+from torch_paged.generate.support.parity import (
+    LEAST_COMPARED,
+    NEW_TOKENS,
+    prompts,
+    steps_to_compare,
+)
 
-# For the modules beside this one.
+# For the module beside this one.
 sys.path.insert(0, str(Path(__file__).parent))
 import tiers  # noqa: E402
-import zoo  # noqa: E402
-
-PROMPTS = (5, 13, 21)
-NEW_TOKENS = 16  # the longest row ends in its third block of 16
-# Rows are compared up to the first step whose two best logits are nearer than this.
-NEAR_TIE = 2e-4
-LEAST_COMPARED = 6
 
 # Settings that change the arithmetic of a type, where the default leaves them out.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,15 +95,6 @@ class Runs(NamedTuple):
     generator: Tensor
 
 
-def prompts() -> tuple[Tensor, Tensor]:
-    width = max(PROMPTS)
-    ids = torch.zeros(len(PROMPTS), width, dtype=torch.long)
-    for row, length in zip(ids, PROMPTS, strict=True):
-        generator = torch.Generator().manual_seed(length)
-        row[width - length :] = torch.randint(3, zoo.VOCAB, (length,), generator=generator)
-    return ids, (ids != 0).long()
-
-
 def generate(model: PreTrainedModel) -> Runs:
     ids, mask = prompts()
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -135,13 +126,6 @@ def batch_logits(model: PreTrainedModel) -> Tensor:
         output_logits=True,
     )
     return torch.stack(output.logits)
-
-
-def steps_to_compare(logits: Tensor) -> list[int]:
-    """Return for each row of logits [steps, rows, vocab] how many tokens no near tie decides."""
-    best = logits.float().topk(2, -1).values
-    near = best[..., 0] - best[..., 1] < NEAR_TIE
-    return [int(row.nonzero()[0]) if row.any() else len(row) for row in near.T]
 
 
 def assert_same_tokens(got: Tensor, expected: Tensor, logits: Tensor) -> None:

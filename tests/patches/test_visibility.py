@@ -1,19 +1,13 @@
 """Windows are read out of mask functions, and anything else is refused."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import torch_paged
+from torch_paged.generate.support import zoo
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.visibility import window_of
-
-# For the module beside this one.
-sys.path.insert(0, str(Path(__file__).parent))
-import zoo  # noqa: E402
 
 
 def causal(row, head, query, key):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,18 @@ from torch_paged.ops.unchecked import (
 )
 
 
+class Visitor(Protocol):
+    """Sees a plan run, one instruction after the other."""
+
+    def before(self, instruction: Instruction, values: Values) -> None:
+        """See an instruction that is about to read its sources from `values`."""
+        ...
+
+    def after(self, instruction: Instruction, values: Values) -> None:
+        """See an instruction that has just written its targets to `values`."""
+        ...
+
+
 class BoundPlan:
     """A plan ready to run: ``bound(inputs) -> logits [num_rows, vocab_size]``."""
 
@@ -58,6 +70,15 @@ class BoundPlan:
             call(values, inputs)
             for name in dead:
                 del values[name]
+        return values[self._result]
+
+    def walk(self, inputs: StepInputs, visitor: Visitor) -> Tensor:
+        """Run the plan and show it to `visitor`, which may replace values; keeps them all."""
+        values: Values = {}
+        for instruction, (call, _) in zip(self.plan.instructions, self._program, strict=True):
+            visitor.before(instruction, values)
+            call(values, inputs)
+            visitor.after(instruction, values)
         return values[self._result]
 
 

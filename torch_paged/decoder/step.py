@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_paged.cache.pool import LayerShape
-from torch_paged.decoder.bind import BoundPlan, bind_plan
+from torch_paged.decoder.bind import BoundPlan, Visitor, bind_plan
 from torch_paged.decoder.fusion import FusionProfile, fuse
 from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
@@ -173,3 +173,17 @@ class DecoderStep:
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows
+
+
+class VisitedStep(DecoderStep):
+    """The same step, shown to a visitor op by op; a plan's host form is passed by."""
+
+    def __init__(self, root: nn.Module, spec: DecoderSpec, visitor: Visitor) -> None:
+        super().__init__(root, spec)
+        self._visitor = visitor
+
+    def prefill(self, inputs: StepInputs) -> Tensor:
+        return self._bound_plan("prefill", inputs.slots.shape[0]).walk(inputs, self._visitor)
+
+    def decode(self, slots: Tensor) -> Tensor:
+        return self._bound_plan("decode", slots.shape[0]).walk(StepInputs(slots), self._visitor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -26,14 +27,12 @@ _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 def selftest_reason(model: Any, core: EngineCore) -> str:
     """Return "" if prefill and decode agree with `model(...)` on a short random prompt."""
-    total = _PROMPT_TOKENS + _DECODE_TOKENS
-    generator = torch.Generator().manual_seed(0)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocab, (1, total), generator=generator).to(core.device)
+    ids = random_ids(model, _PROMPT_TOKENS + _DECODE_TOKENS).to(core.device)
     with torch.no_grad():
         with eager_attention(model):
-            expected = _own_logits(model, ids)
-        got = torch.stack(_our_logits(core, ids[0]))
+            outputs = own_outputs(model, ids, _PROMPT_TOKENS)
+            expected = torch.stack([out.logits[0, -1] for out in outputs])
+        got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
     expected, got = expected.float(), got.float()
     if not torch.isfinite(expected).all():
         # Nothing to compare with; HF's own output is no better.
@@ -49,42 +48,49 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
     )
 
 
-def _own_logits(model: Any, ids: Tensor) -> Tensor:
-    """Return logits [tokens, vocab_size] of the model called as `generate` calls it.
+def random_ids(model: Any, count: int) -> Tensor:
+    """Return the same ids [count] for every model of one vocabulary."""
+    vocab = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
 
-    With positions, since some types place tokens otherwise on their own, and token by token with
-    a cache, since that may forget what masks still show.
+
+def own_outputs(model: Any, ids: Tensor, num_prompt_tokens: int) -> Iterator[Any]:
+    """Yield what the model returns for a prompt and then for each token of ids [tokens] but one.
+
+    Called as `generate` calls it: with positions, since some types place tokens otherwise on
+    their own, and token by token with a cache, since that may forget what masks still show.
     """
     arguments = forward_arguments(model)
     name = next((name for name in CACHE_NAMES if name in arguments), "")
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    rows, start, cache = [], 0, None
-    for stop in range(_PROMPT_TOKENS, ids.shape[1]):
+    positions = torch.arange(ids.shape[0], device=ids.device)[None]
+    start, cache = 0, None
+    for stop in range(num_prompt_tokens, ids.shape[0]):
         kwargs: dict[str, Any] = {"use_cache": bool(name)}
         if "position_ids" in arguments:
             kwargs["position_ids"] = positions[:, start:stop]
         if cache is not None:
             kwargs[name] = cache
-        out = model(ids[:, start:stop], **kwargs)
+        out = model(ids[None, start:stop], **kwargs)
         cache = call_cache(out) if name else None
-        rows.append(out.logits[0, -1])
+        yield out
         start = 0 if cache is None else stop
-    return torch.stack(rows)
 
 
-def _our_logits(core: EngineCore, ids: Tensor) -> list[Tensor]:
-    positions = torch.arange(_PROMPT_TOKENS, dtype=torch.int32, device=core.device)
+def our_logits(
+    core: EngineCore, ids: Tensor, num_prompt_tokens: int
+) -> Generator[Tensor, None, None]:
+    """Yield our logits [vocab_size] for the same calls, launched op by op."""
+    positions = torch.arange(num_prompt_tokens, dtype=torch.int32, device=core.device)
     prompts = PackedPrompts(
-        lengths=(_PROMPT_TOKENS,),
-        ids=ids[:_PROMPT_TOKENS],
+        lengths=(num_prompt_tokens,),
+        ids=ids[:num_prompt_tokens],
         embeddings=None,
         positions=positions,
         last_positions=positions[-1:],
     )
-    out = []
-    with BatchRun(core, prompts, BatchLimits(_DECODE_TOKENS + 1), lag=0) as run:
-        out.append(run.prefill()[0].clone())
-        for step in range(_DECODE_TOKENS - 1):
-            run.commit(ids[_PROMPT_TOKENS + step : _PROMPT_TOKENS + step + 1])
-            out.append(run.next_logits(captured=False)[0].clone())
-    return out
+    num_steps = ids.shape[0] - num_prompt_tokens
+    with BatchRun(core, prompts, BatchLimits(num_steps + 1), lag=0) as run:
+        yield run.prefill()[0].clone()
+        for step in range(num_steps - 1):
+            run.commit(ids[num_prompt_tokens + step : num_prompt_tokens + step + 1])
+            yield run.next_logits(captured=False)[0].clone()

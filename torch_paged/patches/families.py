@@ -33,6 +33,9 @@ from torch_paged.patches.traits import (
 
 Reader = Callable[[Any], DecoderSpec]
 
+# How the reason begins for a class without a row.
+NO_ROW = "no fused decoder for"
+
 _GEMMA = Traits(
     norm_offset=1.0,
     cast_before_gain=False,
@@ -138,7 +141,7 @@ def read_spec(model: nn.Module) -> DecoderSpec:
     cls = type(model)
     reader = FAMILIES.get((cls.__module__.removeprefix("transformers.models."), cls.__name__))
     if reader is None or not cls.__module__.startswith("transformers.models."):
-        raise SpecRefusal(f"no fused decoder for {cls.__module__}.{cls.__qualname__}")
+        raise SpecRefusal(f"{NO_ROW} {cls.__module__}.{cls.__qualname__}")
     try:
         spec = reader(model)
     except AttributeError as error:
