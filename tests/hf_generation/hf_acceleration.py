@@ -148,9 +148,7 @@ def _summary(output: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
     # Renamed by 5.24.
     cache = output.get("cache", output.get("past_key_values"))
     for layer in getattr(cache, "layers", ()):
-        states = [
-            _visible(states, kwargs.get("attention_mask")) for states in _layer_states(layer)
-        ]
+        states = [_visible(states, mask) for states in _layer_states(layer)]
         summary.setdefault("cache", []).append([_figures(tensor) for tensor in states])
     return summary
 
