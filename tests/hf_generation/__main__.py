@@ -40,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
         help="pad the prompts on the left and ask for neither attentions nor hidden states, so "
         "that more calls are ours to serve; tests that look at those fail both ways",
     )
+    parser.add_argument(
+        "--every-test",
+        action="store_true",
+        help="run all tests of the models, not only those of generation, and accelerate at eval()",
+    )
     parser.add_argument("pytest", nargs="*", help="after --: further arguments of pytest")
     options = parser.parse_args(argv)
     files = [f"tests/models/{name}/test_modeling_{name}.py" for name in options.models]
@@ -49,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{options.checkout} must be a checkout of transformers, got none of "
             f"{', '.join(missing)} in it; clone the tag v{transformers.__version__}"
         )
-    extra = [*files, *options.pytest, *(["--lean-calls"] if options.lean else [])]
+    switches = {"--lean-calls": options.lean, "--every-test": options.every_test}
+    extra = [*files, *options.pytest, *(name for name, is_on in switches.items() if is_on)]
     ok = True
     for seed in options.seeds:
         records = [run(options.checkout, extra, seed, accelerate) for accelerate in (False, True)]

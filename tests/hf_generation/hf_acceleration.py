@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin, set_seed
+from transformers import GenerationMixin, PreTrainedModel, set_seed
 
 import torch_paged
 
@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--generation-record", required=True, help="JSON file to write")
     group.addoption("--generation-seed", type=int, default=0, help="seed of every test")
     group.addoption(
+        "--every-test", action="store_true", help="keep all tests, and accelerate at eval() too"
+    )
+    group.addoption(
         "--lean-calls",
         action="store_true",
         help="pad prompts on the left, ask for neither attentions nor hidden states",
@@ -41,9 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     recorder = Recorder(config)
     config.pluginmanager.register(recorder, "torch_paged_recorder")
     recorder.patch_generate()
+    if config.getoption("accelerate_models") and config.getoption("every_test"):
+        accelerate_at_eval()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("every_test"):
+        return
     mixin = getattr(sys.modules.get(_MIXIN_MODULE), _MIXIN, None)
     if mixin is None:
         raise pytest.UsageError(f"no test imported {_MIXIN} of {_MIXIN_MODULE}")
@@ -53,6 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if marked or hasattr(mixin, item.name) else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def accelerate_at_eval() -> None:
+    """Let `eval()` accelerate what can generate, whether the test generates or not."""
+    original = PreTrainedModel.eval
+
+    @functools.wraps(original)
+    def evaluate(model: Any) -> Any:
+        if model.can_generate() and not torch_paged.is_accelerated(model):
+            torch_paged.accelerate(model)
+        return original(model)
+
+    PreTrainedModel.eval = evaluate
 
 
 class Recorder:
