@@ -1,0 +1,1 @@
+"""Transformers' own generation tests, run with every model accelerated."""
