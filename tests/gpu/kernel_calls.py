@@ -38,6 +38,7 @@ from torch_paged.ops.rotary_cache_write import rotary_cache_write
 from torch_paged.ops.rotary_table import rotary_table
 from torch_paged.ops.sample import sample
 from torch_paged.ops.token_logprobs import token_logprobs
+from torch_paged.ops.top_logprobs import top_logprobs
 
 CALLS: dict[str, Callable[[], None]] = {}
 
@@ -371,6 +372,8 @@ def _sampling(vocab_size: int, dtype: torch.dtype) -> None:
         _ints(0, 1, 2, 3),
     )
     logprobs = token_logprobs(logits, _ints(0, -1, vocab_size - 1, dtype=torch.int64))
+    for count in (1, 20):
+        top_logprobs(logits, count)
     failed, recorded = _zeros(4, dtype=torch.bool), _zeros(4, dtype=torch.float32)
     record_tokens(logits, drawn, slots, logprobs, failed, recorded)
     record_tokens(logits, tokens, slots, None, failed, recorded)

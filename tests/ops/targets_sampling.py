@@ -1,4 +1,4 @@
-"""Compile targets of argmax, advance, sample, token_logprobs, penalties and min_tokens."""
+"""Compile targets of argmax, advance, sample, log-probabilities, penalties and min_tokens."""
 
 from __future__ import annotations
 
@@ -125,6 +125,38 @@ TARGETS = [
         constants={"BLOCK": 64},
         num_warps=1,
         hot=True,
+    ),
+    *(
+        Target(
+            "top_logprobs:_top_tiles_kernel",
+            label=label,
+            types={
+                "logits_ptr": logits,
+                "words_ptr": "*i64",
+                "maxima_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+            },
+            constants={"BLOCK": 4096},
+            hot=True,
+        )
+        for label, logits in (("half", "*half"), ("fp32", "*fp32"))
+    ),
+    *(
+        Target(
+            "top_logprobs:_top_rows_kernel",
+            label=f"{words}",
+            types={
+                "words_ptr": "*i64",
+                "maxima_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+                "ids_ptr": "*i32",
+                "logprobs_ptr": "*fp32",
+            },
+            constants={"TILES_BLOCK": tiles, "WORDS_BLOCK": words},
+            num_warps=1,
+            hot=True,
+        )
+        for tiles, words in ((32, 1024), (64, 2048))
     ),
     Target(
         "penalties:_mark_seen_kernel",
