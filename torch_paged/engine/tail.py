@@ -19,6 +19,7 @@ from torch_paged.ops.penalties import (
 from torch_paged.ops.record_tokens import record_tokens
 from torch_paged.ops.sample import sample
 from torch_paged.ops.token_logprobs import token_logprobs
+from torch_paged.ops.top_logprobs import top_logprobs
 
 
 class ServingTail:
@@ -28,6 +29,7 @@ class ServingTail:
         edits: some row's logits are edited (penalty, minimum length, suppressed tokens).
         samples: some row draws; without, all rows take the largest logit.
         logprobs: some row reports log-probabilities.
+        num_tops: most likely tokens that are reported of each row.
     """
 
     def __init__(
@@ -38,13 +40,15 @@ class ServingTail:
         edits: bool,
         samples: bool,
         logprobs: bool,
+        num_tops: int = 0,
     ) -> None:
-        self.key: Hashable = ("tail", edits, samples, logprobs)
+        self.key: Hashable = ("tail", edits, samples, logprobs, num_tops)
         self._state = state
         self._sampling = sampling
         self._edits = edits
         self._samples = samples
         self._logprobs = logprobs
+        self.num_tops = num_tops
 
     def __call__(self, logits: Tensor, slots: Tensor) -> None:
         state, sampling = self._state, self._sampling
@@ -63,6 +67,8 @@ class ServingTail:
         else:
             tokens = argmax(scores)
         logprobs = token_logprobs(logits, tokens) if self._logprobs else None
+        if self.num_tops:
+            sampling.tops.record(top_logprobs(logits, self.num_tops), slots)
         record_tokens(logits, tokens, slots, logprobs, state.failed, state.token_logprobs)
         state.advance(tokens, slots)
         if self._edits:

@@ -4,7 +4,7 @@ Equal logits come in order of their index; -inf is never among them. No sort: n 
 tile of a row takes its maximum n times, and one program a row takes it n times from what the tiles
 found. A word orders by logit first and by lowest index second, so a row's result depends neither
 on the batch nor on the order in which programs run, which `torch.topk` does not promise for ties,
-and two small kernels that read each logit once replace its half a dozen passes. Tiles and warps are
+and two small kernels that read each logit once replace its half a dozen passes. The tiles are
 those of `token_logprobs`, and so are the numbers.
 """
 
@@ -103,7 +103,7 @@ def _top_rows_kernel(
     WORDS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ids[b], logprobs[b] = the `count` largest words of all tiles, as tokens and x - m - log s."""
+    """ids[b], logprobs[b] = the `count` largest words of the row, as tokens and x - m - log s."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
