@@ -120,14 +120,15 @@ def test_what_cannot_be_captured_is_launched_op_by_op(refused: list[str]) -> Non
     assert (graphs.num_replays == 0) == (refused == KINDS)
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("buckets", [(1, 2, 4), (8,)], ids=str)
 def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
-    buckets: tuple[int, ...],
+    buckets: tuple[int, ...], mode: str
 ) -> None:
     asked: list[bool | int] = [1, 4, 20, True, False, 2]
 
     def run(graphs: ReplayingGraphs | None) -> list[RequestOutput]:
-        with make_engine(small_model(), max_num_seqs=6, lag=2) as engine:
+        with make_engine(small_model(), max_num_seqs=6, lag=2, logprobs_mode=mode) as engine:
             if graphs is not None:
                 capture(core_of(engine), graphs, buckets)
             outputs = {}
@@ -138,6 +139,8 @@ def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
                         max_new_tokens=4 + 5 * i,
                         request_id=(wave, i),
                         logprobs=count,
+                        seed=i,
+                        do_sample=i % 2 == 0,
                         prompt_logprobs=asked[-i] if wave else False,
                     )
                 outputs |= run_checked(engine)

@@ -138,6 +138,68 @@ def test_numbers_do_not_depend_on_what_runs_beside() -> None:
                 assert [v for _, v in one] == pytest.approx([v for _, v in other], abs=1e-5)
 
 
+PROCESSED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.6, "suppress_tokens": [3, 4, 5]},
+    "top-k": {"do_sample": True, "temperature": 0.7, "top_k": 6},
+    "top-p": {"do_sample": True, "temperature": 1.4, "top_k": 0, "top_p": 0.8},
+    "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.3},
+    "all": {"do_sample": True, "temperature": 1.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def processed_of(model: Any, out: RequestOutput, kind: str) -> torch.Tensor:
+    """Return the log-probabilities [num_tokens, vocab_size] by the scores of `generate()`."""
+    assert out.prompt_ids is not None
+    rows = []
+    for place in range(len(out.token_ids)):
+        ids = torch.tensor([[*out.prompt_ids, *out.token_ids[:place]]])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **{"do_sample": False, **PROCESSED[kind]},
+        )
+        rows.append(made.scores[0][0].double().log_softmax(-1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("pool", "budget"), [(None, 9), (8, 64)])
+def test_processed_numbers_are_those_that_tokens_are_drawn_by(
+    pool: int | None, budget: int
+) -> None:
+    model = small_model()
+    with make_engine(
+        model, logprobs_mode="processed_logprobs", max_num_batched_tokens=budget, num_blocks=pool
+    ) as engine:
+        for i, kind in enumerate(PROCESSED):
+            engine.add_request(
+                ids_of(5 + 5 * i, i),
+                max_new_tokens=40,
+                request_id=kind,
+                logprobs=8,
+                prompt_logprobs=True,
+                seed=i,
+                **PROCESSED[kind],
+            )
+        engine.add_request(ids_of(9, 9), max_new_tokens=20, do_sample=True)
+        outputs = run_checked(engine)
+        assert (engine.num_preemptions > 0) == (pool is not None)
+    for kind in PROCESSED:
+        out = outputs[kind]
+        check_prompt(model, out, 0)
+        expected = processed_of(model, out, kind)
+        chosen = expected.gather(1, torch.tensor(list(out.token_ids))[:, None])[:, 0]
+        assert out.logprobs is not None and out.top_logprobs is not None
+        assert chosen.isfinite().all(), "a token was drawn that generate() leaves out"
+        assert out.logprobs[:] == pytest.approx(chosen.tolist(), abs=TOLERANCE)
+        for found, row in zip(out.top_logprobs, expected, strict=True):
+            check_top(found, row, min(8, int(row.isfinite().sum())))
+    assert all(len(top) <= 6 for top in outputs["top-k"].top_logprobs or ())
+
+
 @pytest.mark.parametrize("lag", [0, 1, 4])
 def test_nothing_is_lost_or_doubled_by_preemption_and_chunks(lag: int) -> None:
     lengths, num_tokens = (5, 9, 16, 17, 31, 40), 40

@@ -86,11 +86,13 @@ TARGETS = [
                 "tile_flags_ptr": "*i32",
                 "list_ptr": "*i32",
                 "tokens_ptr": "*i64",
+                "support_ptr": "*i64",
                 "vocab_size": "i32:16",
                 **_STATE,
                 **_SUMMARY,
             },
             constants={
+                "HAS_SUPPORT": has_support,
                 **_GROUPS,
                 "TILES_BLOCK": 128,
                 "GROUPS_BLOCK": 4096,
@@ -99,6 +101,28 @@ TARGETS = [
                 "SHIFT": shift,
             },
             num_warps=16,
+            options={"enable_fp_fusion": False},
+            hot=True,
+        )
+        for label, logits, shift, has_support in (
+            ("half", "*half", 16, False),
+            ("fp32", "*fp32", 0, False),
+            ("fp32-support", "*fp32", 0, True),
+        )
+    ),
+    *(
+        Target(
+            "sample.scores:_scores_kernel",
+            label=label,
+            types={
+                "logits_ptr": logits,
+                "min_p_ptr": "*fp64",
+                "support_ptr": "*i64",
+                "scores_ptr": "*fp32",
+                "vocab_size": "i32:16",
+                **_STATE,
+            },
+            constants={"BLOCK": 2048, "SHIFT": shift},
             options={"enable_fp_fusion": False},
             hot=True,
         )

@@ -123,6 +123,7 @@ class StepLauncher:
                 samples=samples,
                 logprobs=logprobs,
                 num_tops=num_tops,
+                processed=core.config.logprobs_mode == "processed_logprobs",
             )
         return tail
 
