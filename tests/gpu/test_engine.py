@@ -122,11 +122,12 @@ def test_every_kind_of_request_at_once(model: Any, reference: Any) -> None:
         torch.testing.assert_close(got, expected[:, 0], atol=1e-3, rtol=0)
 
 
-def test_a_steady_step_does_not_wait_for_the_device(model: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 5}], ids=str)
+def test_a_steady_step_does_not_wait_for_the_device(model: Any, asked: dict[str, Any]) -> None:
     """Several steps queue behind a kernel that spins."""
     with torch_paged.Engine(model, on_unsupported="raise", max_num_seqs=8, lag=16) as engine:
         for n in (5, 16, 17):
-            engine.add_request(ids_of(n, n), max_new_tokens=200)
+            engine.add_request(ids_of(n, n), max_new_tokens=200, **asked)
         for _ in range(40):
             engine.step()
         torch.cuda.synchronize()
@@ -143,18 +144,20 @@ def test_a_steady_step_does_not_wait_for_the_device(model: Any) -> None:
         assert all(out.error is None for out in engine.run().values())
 
 
-def test_admissions_do_not_wait_for_the_device(model: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 5, "prompt_logprobs": 2}], ids=str)
+def test_admissions_do_not_wait_for_the_device(model: Any, asked: dict[str, Any]) -> None:
+    penalty = {"repetition_penalty": 1.2, "seed": 1, **asked}
     with torch_paged.Engine(model, on_unsupported="raise", max_num_seqs=8, lag=16) as engine:
         for _ in range(2):  # twice, so that all graphs are there
             engine.add_request(ids_of(40, 1), max_new_tokens=100)
             for _ in range(3):
                 engine.step()
-            engine.add_request(ids_of(40, 2), max_new_tokens=4, repetition_penalty=1.2, seed=1)
+            engine.add_request(ids_of(40, 2), max_new_tokens=4, **penalty)
             engine.run()
         engine.add_request(ids_of(40, 1), max_new_tokens=100)
         for _ in range(20):
             engine.step()
-        engine.add_request(ids_of(40, 2), max_new_tokens=4, repetition_penalty=1.2, seed=1)
+        engine.add_request(ids_of(40, 2), max_new_tokens=4, **penalty)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

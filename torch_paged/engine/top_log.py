@@ -35,8 +35,7 @@ class TopTable:
     def record(self, top: tuple[Tensor, Tensor], slots: Tensor) -> None:
         """Write ids int32 and log-probabilities float32 [num_rows, n] of `slots` [num_rows]."""
         ids, logprobs = top
-        padding = self.words.shape[2] - 1
-        columns = torch.where(slots < 0, padding, slots).long()
+        columns = slots.masked_fill(slots < 0, self.words.shape[2] - 1).long()
         words = torch.stack([ids.T, logprobs.view(torch.int32).T], dim=1)
         self.words[: ids.shape[1]].index_copy_(2, columns, words)
 
