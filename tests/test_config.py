@@ -28,6 +28,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "seed": None,
         "verify": True,
         "on_unsupported": "fallback",
+        "logprobs_mode": "raw_logprobs",
         "lag": 4,
     }
 
@@ -52,6 +53,7 @@ VALID = [
     {"lag": 0},
     {"lag": 64},
     {"on_unsupported": "raise"},
+    {"logprobs_mode": "processed_logprobs"},
     {"kv_cache_dtype": "float16"},
     {"cuda_graphs": False, "verify": False, "enable_prefix_caching": False},
 ]
@@ -105,6 +107,7 @@ INVALID = [
     ({"verify": "yes"}, TypeError, ["verify", "True or False", "'yes'"]),
     ({"kv_cache_dtype": "floatt16"}, ValueError, ["kv_cache_dtype", "did you mean 'float16'?"]),
     ({"kv_cache_dtype": torch.int8}, ValueError, ["kv_cache_dtype", "'bfloat16'", "'int8'"]),
+    ({"logprobs_mode": "processed"}, ValueError, ["logprobs_mode", "'processed_logprobs'"]),
     ({"on_unsupported": "rase"}, ValueError, ["on_unsupported", "did you mean 'raise'?"]),
     ({"seed": -1}, ValueError, ["seed", "at least 0", "-1"]),
     ({"seed": 1 << 64}, ValueError, ["seed", "at most", str(1 << 64)]),

@@ -13,6 +13,7 @@ from typing import Literal, SupportsIndex, TypeGuard
 _BLOCK_SIZES = (8, 16, 32)
 _CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ON_UNSUPPORTED = ("fallback", "raise")
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MIN_CACHE_BYTES = 1 << 20
 _MAX_LAG = 64
 # Each sequence has a row in the tensors of the state, of some 10 KB and its block table.
@@ -47,6 +48,9 @@ class Config:
             dtype, before the first accelerated call.
         on_unsupported: "fallback" runs Hugging Face's own code where ours does not apply and
             logs the reason; "raise" raises `UnsupportedModelError` or `UnsupportedFeatureError`.
+        logprobs_mode: "raw_logprobs" reports log-probabilities of an `Engine` by the model's own
+            logits, "processed_logprobs" by what tokens are drawn from: after penalties and
+            temperature, of the tokens that top-k, top-p and min-p keep. Those of prompts are raw.
         lag: decode steps that the host may launch ahead of the newest result it has seen.
     """
 
@@ -63,6 +67,7 @@ class Config:
     seed: int | None = None
     verify: bool = True
     on_unsupported: Literal["fallback", "raise"] = "fallback"
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     lag: int = 4
 
     def __post_init__(self) -> None:
@@ -88,6 +93,7 @@ class Config:
         self._set("kv_cache_dtype", str(self.kv_cache_dtype).removeprefix("torch."))
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, _CACHE_DTYPES)
         _check_choice("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
+        _check_choice("logprobs_mode", self.logprobs_mode, _LOGPROBS_MODES)
 
     def replace(self, **overrides: object) -> Config:
         """Return a copy with some fields changed, checked anew.

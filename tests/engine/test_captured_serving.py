@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.runner import CapturedRunner
 
 sys.path.append(str(Path(__file__).parent))
@@ -61,26 +62,30 @@ class ReplayingGraphs:
         self.static.clear()
 
 
+def capture(core: Any, graphs: ReplayingGraphs, buckets: tuple[int, ...]) -> None:
+    """Let the steps of a core be captured."""
+    made: dict[int, CapturedRunner] = {}
+    eager = core.runner
+
+    def captured() -> CapturedRunner:
+        eager()  # binds
+        state = core.state
+        if id(state) not in made:
+            graphs.clear()
+            made.clear()
+            made[id(state)] = CapturedRunner(core.step, state, graphs, buckets)  # type: ignore[arg-type]
+        return made[id(state)]
+
+    core.runner = captured
+
+
 def serve(buckets: tuple[int, ...], budget: int, graphs: ReplayingGraphs) -> None:
     """Two waves of more rows than the largest bucket, each held to its answer alone."""
     answers = Answers(small_model())
     kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.6}, {"suppress_tokens": [5, 6]}]
     engine = make_engine(small_model(), max_num_seqs=7, max_num_batched_tokens=budget, lag=2)
     with engine:
-        core = core_of(engine)
-        made: dict[int, CapturedRunner] = {}
-        eager = core.runner
-
-        def captured() -> CapturedRunner:
-            eager()  # binds
-            state = core.state
-            if id(state) not in made:
-                graphs.clear()
-                made.clear()
-                made[id(state)] = CapturedRunner(core.step, state, graphs, buckets)  # type: ignore[arg-type]
-            return made[id(state)]
-
-        core.runner = captured
+        capture(core_of(engine), graphs, buckets)
         for wave in range(2):
             for i in range(9):
                 engine.add_request(
@@ -113,3 +118,47 @@ def test_what_cannot_be_captured_is_launched_op_by_op(refused: list[str]) -> Non
     graphs = ReplayingGraphs(refused)
     serve((1, 2, 4), 64, graphs)
     assert (graphs.num_replays == 0) == (refused == KINDS)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("buckets", [(1, 2, 4), (8,)], ids=str)
+def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
+    buckets: tuple[int, ...], mode: str
+) -> None:
+    asked: list[bool | int] = [1, 4, 20, True, False, 2]
+
+    def run(graphs: ReplayingGraphs | None) -> list[RequestOutput]:
+        with make_engine(small_model(), max_num_seqs=6, lag=2, logprobs_mode=mode) as engine:
+            if graphs is not None:
+                capture(core_of(engine), graphs, buckets)
+            outputs = {}
+            for wave in range(2):
+                for i, count in enumerate(asked):
+                    engine.add_request(
+                        ids_of(5 + 3 * i, i),
+                        max_new_tokens=4 + 5 * i,
+                        request_id=(wave, i),
+                        logprobs=count,
+                        seed=i,
+                        do_sample=i % 2 == 0,
+                        prompt_logprobs=asked[-i] if wave else False,
+                    )
+                outputs |= run_checked(engine)
+        return [outputs[wave, i] for wave in range(2) for i in range(len(asked))]
+
+    graphs = ReplayingGraphs()
+    for out, expected in zip(run(graphs), run(None), strict=True):
+        assert out.token_ids == expected.token_ids
+        for name in ("logprobs", "prompt_logprobs"):
+            values, wanted = getattr(out, name), getattr(expected, name)
+            assert (values is None) == (wanted is None)
+            assert values is None or values[1:] == pytest.approx(wanted[1:], abs=1e-5)
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            tops, wanted = getattr(out, name), getattr(expected, name)
+            assert (tops is None) == (wanted is None)
+            for top, other in zip(tops or (), wanted or (), strict=True):
+                assert (top is None) == (other is None)
+                values = [value for _, value in top or ()]
+                assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
+    keys = {key[2] for key in graphs.code if key[0] == "serve"}
+    assert {key[4] for key in keys} >= {5, 20} and graphs.num_replays > 20

@@ -36,8 +36,9 @@ from torch_paged.ops.record_tokens import record_tokens
 from torch_paged.ops.rms_norm import add_rms_norm, rms_norm
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
 from torch_paged.ops.rotary_table import rotary_table
-from torch_paged.ops.sample import sample
+from torch_paged.ops.sample import sample, sample_with_scores
 from torch_paged.ops.token_logprobs import token_logprobs
+from torch_paged.ops.top_logprobs import top_logprobs
 
 CALLS: dict[str, Callable[[], None]] = {}
 
@@ -361,16 +362,18 @@ def _sampling(vocab_size: int, dtype: torch.dtype) -> None:
     eos_ids = [[vocab_size - 1, -1, 0], [-1, -1, -1], [1, 2, 3], [vocab_size - 2, 4, -1]]
     eos = torch.tensor(eos_ids, dtype=torch.int64).to(DEVICE)
     apply_min_tokens(logits, slots, _ints(0, 5, 1, 2), _ints(3, 3, 3, 3), eos)
-    drawn = sample(
-        logits,
-        slots,
+    parameters = (
         *(torch.tensor(v).to(DEVICE) for v in ([0.7, 0.0, 1.0, 2.0], [50, 0, 1, 0])),
         torch.tensor([0.9, 1.0, 1.0, 0.5], dtype=torch.float64).to(DEVICE),
         torch.tensor([0.0, 0.0, 0.0, 0.01], dtype=torch.float64).to(DEVICE),
         _ints(1, 2, 3, 4, dtype=torch.int64),
         _ints(0, 1, 2, 3),
     )
+    drawn = sample(logits, slots, *parameters)
+    sample_with_scores(logits, slots, *parameters)
     logprobs = token_logprobs(logits, _ints(0, -1, vocab_size - 1, dtype=torch.int64))
+    for count in (1, 20):
+        top_logprobs(logits, count)
     failed, recorded = _zeros(4, dtype=torch.bool), _zeros(4, dtype=torch.float32)
     record_tokens(logits, drawn, slots, logprobs, failed, recorded)
     record_tokens(logits, tokens, slots, None, failed, recorded)

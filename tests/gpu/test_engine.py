@@ -122,11 +122,12 @@ def test_every_kind_of_request_at_once(model: Any, reference: Any) -> None:
         torch.testing.assert_close(got, expected[:, 0], atol=1e-3, rtol=0)
 
 
-def test_a_steady_step_does_not_wait_for_the_device(model: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 5}], ids=str)
+def test_a_steady_step_does_not_wait_for_the_device(model: Any, asked: dict[str, Any]) -> None:
     """Several steps queue behind a kernel that spins."""
     with torch_paged.Engine(model, on_unsupported="raise", max_num_seqs=8, lag=16) as engine:
         for n in (5, 16, 17):
-            engine.add_request(ids_of(n, n), max_new_tokens=200)
+            engine.add_request(ids_of(n, n), max_new_tokens=200, **asked)
         for _ in range(40):
             engine.step()
         torch.cuda.synchronize()
@@ -143,18 +144,20 @@ def test_a_steady_step_does_not_wait_for_the_device(model: Any) -> None:
         assert all(out.error is None for out in engine.run().values())
 
 
-def test_admissions_do_not_wait_for_the_device(model: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 5, "prompt_logprobs": 2}], ids=str)
+def test_admissions_do_not_wait_for_the_device(model: Any, asked: dict[str, Any]) -> None:
+    penalty = {"repetition_penalty": 1.2, "seed": 1, **asked}
     with torch_paged.Engine(model, on_unsupported="raise", max_num_seqs=8, lag=16) as engine:
         for _ in range(2):  # twice, so that all graphs are there
             engine.add_request(ids_of(40, 1), max_new_tokens=100)
             for _ in range(3):
                 engine.step()
-            engine.add_request(ids_of(40, 2), max_new_tokens=4, repetition_penalty=1.2, seed=1)
+            engine.add_request(ids_of(40, 2), max_new_tokens=4, **penalty)
             engine.run()
         engine.add_request(ids_of(40, 1), max_new_tokens=100)
         for _ in range(20):
             engine.step()
-        engine.add_request(ids_of(40, 2), max_new_tokens=4, repetition_penalty=1.2, seed=1)
+        engine.add_request(ids_of(40, 2), max_new_tokens=4, **penalty)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -198,3 +201,77 @@ def test_stale_prefixes_are_noticed(model: Any) -> None:
         expected = alone(copy.deepcopy(model), ids, 8)
         engine.add_request(ids, max_new_tokens=8, request_id=0)
         assert list(engine.run()[0].token_ids) == expected != before
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probabilities_are_the_models(
+    model: Any, reference: Any, mode: str, cuda_graphs: bool
+) -> None:
+    """Several waves, so that steps with and without likely tokens are captured and replayed."""
+    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.9}
+    with torch_paged.Engine(
+        model,
+        on_unsupported="raise",
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        cuda_graphs=cuda_graphs,
+        logprobs_mode=mode,
+    ) as engine:
+        outputs = {}
+        for wave in range(3):
+            for i, count in enumerate((True, 1, 5, 20, False)):
+                engine.add_request(
+                    ids_of(20 + 40 * i, i + 9 * wave),
+                    max_new_tokens=16,
+                    request_id=(wave, i),
+                    logprobs=count,
+                    prompt_logprobs=count if wave == 1 else None,
+                    seed=i,
+                    **(drawn if i == 3 else {}),
+                )
+            outputs |= engine.run()
+        engine.check_integrity()
+    for (wave, i), out in outputs.items():
+        count, start = (0, 1, 5, 20, 0)[i], len(out.prompt_ids)
+        ids = torch.tensor([[*out.prompt_ids, *out.token_ids]], device="cuda")
+        with torch.no_grad():
+            logits = reference(ids).logits[0, :-1].float()
+        raw = logits.log_softmax(-1)
+        rows = raw[start - 1 :]
+        if mode == "processed_logprobs" and i == 3:
+            scores = (logits[start - 1 :] / 0.8).clone()
+            scores[scores < scores.topk(30).values[:, -1:]] = -torch.inf
+            ranked, order = scores.softmax(-1).sort(descending=True)
+            cut = torch.zeros_like(scores, dtype=torch.bool)
+            cut.scatter_(1, order, ranked.cumsum(-1) - ranked >= 0.9)
+            rows = scores.masked_fill(cut, -torch.inf).log_softmax(-1)
+        if i == 4:
+            assert out.logprobs is None and out.top_logprobs is None
+        else:
+            _check_logprobs(out.logprobs, out.top_logprobs, rows, ids[0, start:], count)
+        if wave == 1 and i != 4:
+            assert out.prompt_logprobs[0] is None
+            top = out.prompt_top_logprobs
+            _check_logprobs(
+                out.prompt_logprobs[1:],
+                None if top is None else top[1:],
+                raw[: start - 1],
+                ids[0, 1:start],
+                count,
+            )
+
+
+def _check_logprobs(
+    values: Any, tops: Any, expected: torch.Tensor, tokens: torch.Tensor, count: int
+) -> None:
+    chosen = expected.gather(1, tokens[:, None])[:, 0]
+    got = torch.tensor(values[:], device="cuda")
+    torch.testing.assert_close(got, chosen, atol=1e-3, rtol=0)
+    assert (tops is None) == (count == 0)
+    for top, row in zip(tops or (), expected, strict=True) if count else ():
+        best = row.topk(count).values
+        best = best[best.isfinite()].tolist()
+        assert [value for _, value in top] == pytest.approx(best, abs=1e-3)
+        for token, value in top:
+            assert value == pytest.approx(row[token].item(), abs=1e-3)

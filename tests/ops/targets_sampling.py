@@ -1,4 +1,4 @@
-"""Compile targets of argmax, advance, sample, token_logprobs, penalties and min_tokens."""
+"""Compile targets of argmax, advance, sample, log-probabilities, penalties and min_tokens."""
 
 from __future__ import annotations
 
@@ -86,11 +86,13 @@ TARGETS = [
                 "tile_flags_ptr": "*i32",
                 "list_ptr": "*i32",
                 "tokens_ptr": "*i64",
+                "support_ptr": "*i64",
                 "vocab_size": "i32:16",
                 **_STATE,
                 **_SUMMARY,
             },
             constants={
+                "HAS_SUPPORT": has_support,
                 **_GROUPS,
                 "TILES_BLOCK": 128,
                 "GROUPS_BLOCK": 4096,
@@ -99,6 +101,29 @@ TARGETS = [
                 "SHIFT": shift,
             },
             num_warps=16,
+            options={"enable_fp_fusion": False},
+            hot=True,
+        )
+        for label, logits, shift, has_support in (
+            ("half", "*half", 16, False),
+            ("fp32", "*fp32", 0, False),
+            ("fp32-support", "*fp32", 0, True),
+        )
+    ),
+    *(
+        Target(
+            "sample.scores:_scores_kernel",
+            label=label,
+            types={
+                "logits_ptr": logits,
+                "min_p_ptr": "*fp64",
+                "support_ptr": "*i64",
+                "scores_ptr": "*fp32",
+                "vocab_size": "i32:16",
+                "slots_ptr": "*i32",
+                "temperature_ptr": "*fp64",
+            },
+            constants={"BLOCK": 2048, "SHIFT": shift},
             options={"enable_fp_fusion": False},
             hot=True,
         )
@@ -125,6 +150,38 @@ TARGETS = [
         constants={"BLOCK": 64},
         num_warps=1,
         hot=True,
+    ),
+    *(
+        Target(
+            "top_logprobs:_top_tiles_kernel",
+            label=label,
+            types={
+                "logits_ptr": logits,
+                "words_ptr": "*i64",
+                "maxima_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+            },
+            constants={"BLOCK": 4096},
+            hot=True,
+        )
+        for label, logits in (("half", "*half"), ("fp32", "*fp32"))
+    ),
+    *(
+        Target(
+            "top_logprobs:_top_rows_kernel",
+            label=f"{words}",
+            types={
+                "words_ptr": "*i64",
+                "maxima_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+                "ids_ptr": "*i32",
+                "logprobs_ptr": "*fp32",
+            },
+            constants={"TILES_BLOCK": tiles, "WORDS_BLOCK": words},
+            num_warps=1,
+            hot=True,
+        )
+        for tiles, words in ((32, 1024), (64, 2048))
     ),
     Target(
         "penalties:_mark_seen_kernel",

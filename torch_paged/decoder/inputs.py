@@ -21,7 +21,8 @@ class StepInputs:
         positions: [num_tokens] int32 rotary positions.
         cu_seqlens: [num_rows + 1] int32 bounds of the rows in the packing.
         slot_mappings: by block table, [num_tokens] int64 flat cache index of each token.
-        last_index: [num_rows] int64 index of each row's last token in the packing.
+        last_index: int64 index of each row's last token in the packing, [num_rows], and behind
+            these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
     """
 

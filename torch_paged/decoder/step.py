@@ -140,7 +140,7 @@ class DecoderStep:
         return bound
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        """Run packed prompt chunks; returns logits [num_rows, vocab_size] of the last tokens."""
+        """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""
         return self._bound_plan("prefill", inputs.slots.shape[0])(inputs)
 
     def decode(self, slots: Tensor) -> Tensor:

@@ -197,7 +197,8 @@ class ServingEngine:
             self._launcher = StepLauncher(core, self._ledger.active)
         log = self._ledger.log
         if log is None or log.state is not core.state:
-            self._ledger.use_log(TokenLog(core.state, _LOG_STEPS, self._config.lag + 2))
+            depth = self._config.lag + 2
+            self._ledger.use_log(TokenLog(core.state, _LOG_STEPS, depth, core.sampling.tops))
             self._launcher.rebind()
         assert self._scheduler is not None
         return self._scheduler
@@ -274,7 +275,7 @@ class ServingEngine:
         rows = self._prefill(launcher, scheduled.prefills, step)
         if batch is None and not scheduled.prefills:
             return False
-        self._ledger.post(StepRecord(step, batch, rows))
+        self._ledger.post(StepRecord(step, batch, rows, launcher.num_tops))
         counters = self._core.counters
         counters.steps += batch is not None
         counters.tokens += (0 if batch is None else len(batch.rows)) + len(rows)

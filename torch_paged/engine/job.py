@@ -12,6 +12,7 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.params import SamplingParams
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.runner import Rows
+from torch_paged.engine.scores import PromptScores, TopHistory
 
 _NEVER = 1 << 62
 
@@ -27,7 +28,9 @@ class Job:
         on_output: called with each new output, from the thread that steps; with the last one
             alone if not `streams`.
         private: its outputs go to `on_output` alone.
+        prompt_scores: of the prompt's tokens, where asked for.
         logprobs: of the request's `output_ids`, where asked for.
+        tops: the most likely tokens in the places of these, where asked for.
         num_reported: tokens that the outputs so far had; `num_called` those of `on_output`.
         row: where it decodes; None while it waits or prefills.
         finish_reason: set when it has ended and all its tokens are here.
@@ -38,11 +41,19 @@ class Job:
     on_output: OnOutput | None = None
     private: bool = False
     streams: bool = True
-    logprobs: list[float] | None = field(default=None, repr=False)
+    prompt_scores: PromptScores | None = field(default=None, repr=False)
+    logprobs: list[float] | None = field(default=None, init=False, repr=False)
+    tops: TopHistory | None = field(default=None, init=False, repr=False)
     num_reported: int = 0
     num_called: int = 0
     row: Row | None = None
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.logprobs:
+            self.logprobs = []
+        if self.params.top_logprobs:
+            self.tops = TopHistory(self.params.top_logprobs)
 
     @property
     def is_watched(self) -> bool:
@@ -57,6 +68,8 @@ class Job:
             since=since,
             finish_reason=self.finish_reason,
             logprobs=self.logprobs,
+            tops=self.tops,
+            prompt_scores=self.prompt_scores,
         )
 
 
@@ -101,11 +114,13 @@ class StepRecord(NamedTuple):
 
     Attributes:
         started: rows whose prefill ended in it.
+        num_tops: most likely tokens that it reports of each row.
     """
 
     step: int
     batch: Batch | None
     started: tuple[Row, ...]
+    num_tops: int = 0
 
 
 __all__ = ["Batch", "Job", "OnOutput", "Row", "StepRecord"]

@@ -15,8 +15,10 @@ from torch_paged.engine.params import SamplingParams
 from torch_paged.engine.request import Request
 from torch_paged.engine.runner import PrefillEnd, Rows
 from torch_paged.engine.sampling_state import SamplingStart
+from torch_paged.engine.scoring import cut_scored, num_scored, score_chunks
 from torch_paged.engine.step import PrefillChunk, ScheduledStep
 from torch_paged.engine.tail import ServingTail
+from torch_paged.engine.top_log import TOP_SIZES, top_size
 
 _MAX_INT32 = 2**31 - 1
 
@@ -34,7 +36,9 @@ class StepLauncher:
         self._rows: dict[int, Row] = {}  # decoding rows by slot
         self._needs: Counter[str] = Counter()  # what of the tail how many of them need
         self._batch: Batch | None = None
-        self._tails: dict[tuple[bool, bool, bool], ServingTail] = {}
+        self._tails: dict[tuple[bool, bool, bool, int], ServingTail] = {}
+        # Most likely tokens that the step launched last reports of each row.
+        self.num_tops = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -48,6 +52,7 @@ class StepLauncher:
     def update(self, scheduled: ScheduledStep) -> None:
         """Write new blocks, and let rows stop and start."""
         self._core.state.write_blocks(scheduled.block_updates)
+        self.num_tops = 0
         for slot in scheduled.stopped:
             self._needs.subtract(_needs(self._rows.pop(slot).job.params))
         for request in scheduled.started:
@@ -68,15 +73,24 @@ class StepLauncher:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Launch chunks of prompts, and the first token of those that end."""
+        if not any(num_scored(chunk) for chunk in chunks):
+            self._prefill(chunks, ())
+            return
+        step = self._core.step
+        for group in cut_scored(chunks, step.vocab_size * step.dtype.itemsize):
+            self._prefill(group, [num_scored(chunk) for chunk in group])
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], scored: Sequence[int]) -> None:
         core = self._core
         size, num_tables = core.config.block_size, core.layout.num_tables
-        packed = pack_chunks(chunks, size, num_tables, core.device)
+        packed = pack_chunks(chunks, size, num_tables, core.device, scored)
+        score = score_chunks(chunks, scored, packed.targets) if any(scored) else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         state = core.state
         runner = core.runner()
         state.set_prefix(packed.slots, packed.prefix)
         if not ending:
-            runner.serve_prefill(packed.inputs, None)
+            runner.serve_prefill(packed.inputs, None, score)
             return
 
         def start_rows() -> None:
@@ -88,7 +102,7 @@ class StepLauncher:
         for request in ending:
             needs.update(_needs(_params(request)))
         end = PrefillEnd(start_rows, packed.sampled, self._tail(needs))
-        runner.serve_prefill(packed.inputs, end)
+        runner.serve_prefill(packed.inputs, end, score)
 
     def _make_batch(self) -> Batch:
         slots = tuple(self._rows)
@@ -97,12 +111,20 @@ class StepLauncher:
         return Batch(tuple(self._rows.values()), index, on_device)
 
     def _tail(self, needs: Counter[str]) -> ServingTail:
-        key = (needs["edits"] > 0, needs["samples"] > 0, needs["logprobs"] > 0)
+        num_tops = max((size for size in TOP_SIZES if needs[f"top {size}"] > 0), default=0)
+        self.num_tops = max(self.num_tops, num_tops)
+        key = (needs["edits"] > 0, needs["samples"] > 0, needs["logprobs"] > 0, num_tops)
         tail = self._tails.get(key)
         if tail is None:
-            core, (edits, samples, logprobs) = self._core, key
+            core, (edits, samples, logprobs, num_tops) = self._core, key
             tail = self._tails[key] = ServingTail(
-                core.state, core.sampling, edits=edits, samples=samples, logprobs=logprobs
+                core.state,
+                core.sampling,
+                edits=edits,
+                samples=samples,
+                logprobs=logprobs,
+                num_tops=num_tops,
+                processed=core.config.logprobs_mode == "processed_logprobs",
             )
         return tail
 
@@ -113,7 +135,12 @@ def _params(request: Request) -> SamplingParams:
 
 
 def _needs(params: SamplingParams) -> list[str]:
-    needs = (("edits", params.edits), ("samples", params.samples), ("logprobs", params.logprobs))
+    needs = (
+        ("edits", params.edits),
+        ("samples", params.samples),
+        ("logprobs", params.logprobs),
+        (f"top {top_size(params.top_logprobs)}", params.top_logprobs > 0),
+    )
     return [name for name, needed in needs if needed]
 
 

@@ -40,7 +40,7 @@ class Ledger:
         self._ended: list[Job] = []  # since the last `take_outputs`
         self._in_flight: deque[StepRecord] = deque()
         self._log: TokenLog | None = None
-        self._next_flush = 0
+        self._flushed = -1  # the newest step up to which all tokens were read
 
     @property
     def log(self) -> TokenLog | None:
@@ -76,7 +76,7 @@ class Ledger:
     def post(self, record: StepRecord) -> None:
         """Note a launched step and have its report sent."""
         assert self._log is not None
-        self._log.post(record.step)
+        self._log.post(record.step, record.num_tops)
         self._in_flight.append(record)
 
     def collect(self, lag: int) -> None:
@@ -89,7 +89,7 @@ class Ledger:
             self._log.wait(record.step)
             self._in_flight.popleft()
             self._read(record, self._log)
-        if self._log is not None and self.known >= self._next_flush:
+        if self._log is not None and self.known - self._flushed >= self._log.num_safe_steps:
             self.flush()
 
     def forget_rows(self, num_steps: int) -> list[Job]:
@@ -140,7 +140,7 @@ class Ledger:
                 row.next_step = known + 1
         for row in rows:
             self._learn(row, known)
-        self._next_flush = known + log.num_steps // 2
+        self._flushed = known
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job because of an exception."""
@@ -198,13 +198,24 @@ class Ledger:
                 request = job.request
                 outputs.append(
                     RunningOutput(
-                        request.request_id, request.prompt_ids, items, since, count, job.logprobs
+                        request.request_id,
+                        request.prompt_ids,
+                        items,
+                        since,
+                        count,
+                        job.logprobs,
+                        job.tops,
+                        job.prompt_scores,
                     )
                 )
                 job.num_reported = count
 
     def _read(self, record: StepRecord, log: TokenLog) -> None:
         step, self.known = record.step, record.step
+        for row in record.started:
+            # What was copied before the report of the step has arrived with it.
+            if row.job.prompt_scores is not None:
+                row.job.prompt_scores.settle()
         ended = [row for row in record.started if log.has_ended(step, row.slot)]
         if record.batch is not None:
             rows = record.batch.rows
@@ -258,6 +269,9 @@ class Ledger:
         row.output_ids += self._log.tokens(row.slot, row.next_step, last)
         if job.logprobs is not None:
             job.logprobs += self._log.logprobs(row.slot, row.next_step, last)
+        if job.tops is not None:
+            for words in self._log.tops(row.slot, row.next_step, last, job.tops.count):
+                job.tops.extend(words)
         row.next_step = last + 1
 
 

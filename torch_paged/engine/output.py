@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar, overload
 
 from torch_paged.engine.request import FinishReason, Request
+from torch_paged.engine.scores import PromptScores, TopHistory, TopLogprobs
 
 _T = TypeVar("_T")
 
@@ -66,6 +67,11 @@ class RequestOutput:
             deadline) or "error"; None until it is finished.
         logprobs: of `token_ids`, where asked for.
         error: why it was cancelled or failed, where there is more to say.
+        top_logprobs: for each of `token_ids` the most likely tokens in its place, likeliest first,
+            each with its log-probability, where asked for.
+        prompt_logprobs: of `prompt_ids`, where asked for, from the first output with a token on;
+            None for the first one.
+        prompt_top_logprobs: for each of `prompt_ids` what `top_logprobs` is for `token_ids`.
     """
 
     request_id: Hashable
@@ -76,6 +82,9 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     logprobs: Sequence[float] | None = None
     error: str | None = None
+    top_logprobs: Sequence[TopLogprobs] | None = None
+    prompt_logprobs: Sequence[float | None] | None = None
+    prompt_top_logprobs: Sequence[TopLogprobs | None] | None = None
 
     @classmethod
     def of(
@@ -85,6 +94,8 @@ class RequestOutput:
         since: int,
         finish_reason: FinishReason | None = None,
         logprobs: list[float] | None = None,
+        tops: TopHistory | None = None,
+        prompt_scores: PromptScores | None = None,
     ) -> RequestOutput:
         """Describe a request whose first `since` tokens have been reported.
 
@@ -100,6 +111,9 @@ class RequestOutput:
             finish_reason=finish_reason,
             logprobs=None if logprobs is None else PrefixView(logprobs),
             error=None if finish_reason is None else request.error,
+            top_logprobs=None if tops is None else tops.view(),
+            prompt_logprobs=None if prompt_scores is None else prompt_scores.logprobs(),
+            prompt_top_logprobs=None if prompt_scores is None else prompt_scores.tops(),
         )
 
 
@@ -109,7 +123,16 @@ class RunningOutput(RequestOutput):
     Making the record above takes 2 us, and there is one of these for each token that is streamed.
     """
 
-    __slots__ = ("_count", "_items", "_logprob_items", "_name", "_prompt", "_since")
+    __slots__ = (
+        "_count",
+        "_items",
+        "_logprob_items",
+        "_name",
+        "_prompt",
+        "_prompt_scores",
+        "_since",
+        "_tops",
+    )
     # Fields have no setters here either. Both, or setting a slot takes five times as long.
     __setattr__ = object.__setattr__
     __delattr__ = object.__delattr__
@@ -125,6 +148,8 @@ class RunningOutput(RequestOutput):
         since: int,
         count: int,
         logprobs: list[float] | None,
+        tops: TopHistory | None = None,
+        prompt_scores: PromptScores | None = None,
     ) -> None:
         self._name = name
         self._prompt = prompt
@@ -132,6 +157,8 @@ class RunningOutput(RequestOutput):
         self._since = since
         self._count = count
         self._logprob_items = logprobs
+        self._tops = tops
+        self._prompt_scores = prompt_scores
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         values = (getattr(self, field.name) for field in fields(RequestOutput))
@@ -157,6 +184,21 @@ class RunningOutput(RequestOutput):
     def logprobs(self) -> Sequence[float] | None:
         items = self._logprob_items
         return None if items is None else PrefixView(items, self._count)
+
+    @property
+    def top_logprobs(self) -> Sequence[TopLogprobs] | None:
+        tops = self._tops
+        return None if tops is None else tops.view(self._count)
+
+    @property
+    def prompt_logprobs(self) -> Sequence[float | None] | None:
+        scores = self._prompt_scores
+        return None if scores is None else scores.logprobs()
+
+    @property
+    def prompt_top_logprobs(self) -> Sequence[TopLogprobs | None] | None:
+        scores = self._prompt_scores
+        return None if scores is None else scores.tops()
 
 
 # It is a `RequestOutput` for everybody who looks at one.

@@ -25,6 +25,7 @@ class PackedChunks(NamedTuple):
         slots: [num_chunks] slots as an index.
         sampled: [num_chunks] int32 slots of the chunks that end their prompt, -1 for others.
         last_positions: [num_ending] positions of the last tokens of these.
+        targets: [num_scored] int64 prompt tokens that follow the scored ones.
     """
 
     inputs: StepInputs
@@ -32,15 +33,22 @@ class PackedChunks(NamedTuple):
     slots: Tensor
     sampled: Tensor
     last_positions: Tensor
+    targets: Tensor
 
 
 def pack_chunks(
-    chunks: Sequence[PrefillChunk], block_size: int, num_tables: int, device: torch.device
+    chunks: Sequence[PrefillChunk],
+    block_size: int,
+    num_tables: int,
+    device: torch.device,
+    num_scored: Sequence[int] = (),
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
 
     Args:
         num_tables: block tables of the layers.
+        num_scored: for each chunk, how many of its first tokens are scored, that is, have their
+            logits computed too, for what these say of the prompt token that follows; () for none.
     """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
@@ -52,26 +60,42 @@ def pack_chunks(
     positions = torch.cat(
         [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
     )
+    scored, targets = _scored(chunks, bounds, num_scored)
+    last_index = [bound - 1 for bound in bounds[1:]]
     per_chunk = torch.tensor(
-        [*slots, *starts, *bounds, *(bound - 1 for bound in bounds[1:]), *sampled, *last]
+        [*slots, *starts, *bounds, *last_index, *scored, *sampled, *last, *targets]
     )
     ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
     mappings = [_slot_mapping(chunks, table, block_size) for table in range(num_tables)]
     packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
-    sizes = [rows, rows, rows + 1, rows, rows, len(last), *[tokens] * (2 + num_tables)]
-    index, prefix, cu_seqlens, last_index, ends, last_positions, ids, positions, *mappings = (
-        packed.split(sizes)
+    sizes = [rows, rows, rows + 1, rows + len(scored), rows, len(last), len(targets)]
+    index, prefix, cu_seqlens, wanted, ends, last_positions, following, *per_token = packed.split(
+        [*sizes, *[tokens] * (2 + num_tables)]
     )
+    ids, positions, *mappings = per_token
     inputs = StepInputs(
         slots=index.to(torch.int32),
         ids=ids,
         positions=positions.to(torch.int32),
         cu_seqlens=cu_seqlens.to(torch.int32),
         slot_mappings=tuple(mappings),
-        last_index=last_index,
+        last_index=wanted,
         max_query_len=max(lengths),
     )
-    return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions)
+    return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions, following)
+
+
+def _scored(
+    chunks: Sequence[PrefillChunk], bounds: Sequence[int], num_scored: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the indices of the scored tokens in the packing, and the tokens that follow them."""
+    index: list[int] = []
+    targets: list[int] = []
+    for chunk, first, count in zip(chunks, bounds, num_scored, strict=False):
+        assert chunk.request.prompt_ids is not None
+        index += range(first, first + count)
+        targets += chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + count]
+    return index, targets
 
 
 def _token_ids(request: Request, start: int, length: int) -> Tensor:

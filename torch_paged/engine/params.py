@@ -25,6 +25,9 @@ class SamplingParams:
         repetition_penalty: 1 changes nothing.
         suppressed: tokens that are never chosen.
         logprobs: report the log-probability of each token, by the model's unedited logits.
+        top_logprobs: report so many of the most likely tokens in the place of each, too.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens.
+        prompt_top_logprobs: and so many of the most likely tokens in the place of each.
         stop_check: asked on the host after each token.
     """
 
@@ -39,6 +42,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     suppressed: tuple[int, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    prompt_top_logprobs: int = 0
     stop_check: StopCheck | None = None
 
     @property

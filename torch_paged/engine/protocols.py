@@ -56,7 +56,7 @@ class StepModel(Protocol):
         ...
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        """Return logits [num_rows, vocab_size] of the last token of each packed row."""
+        """Return logits [len(last_index), vocab_size] of the tokens that `last_index` names."""
         ...
 
     def decode(self, slots: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ class Rows:
         return len(self.slots)
 
 
+Score = Callable[[Tensor], None]
+
+
 class Runner(Protocol):
     """Launches steps; nothing here waits for the device."""
 
@@ -44,8 +47,15 @@ class Runner(Protocol):
         """Run one whole step of `rows`, whose tail treats each row for itself."""
         ...
 
-    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
-        """Run packed chunks, and the end of those that finish their prompt, if any do."""
+    def serve_prefill(
+        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+    ) -> None:
+        """Run packed chunks, and the end of those that finish their prompt, if any do.
+
+        Args:
+            score: takes the logits [num_scored, vocab_size] of the tokens that `last_index` has
+                behind those of the rows.
+        """
         ...
 
     def logits(self, rows: Rows) -> Tensor:
@@ -101,11 +111,16 @@ class EagerRunner:
     def serve(self, rows: Rows, tail: Tail) -> None:
         tail(self._step.decode(rows.index), rows.index)
 
-    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
+    def serve_prefill(
+        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+    ) -> None:
         logits = self._step.prefill(inputs)
+        num_rows = inputs.slots.shape[0]
+        if score is not None:
+            score(logits[num_rows:])
         if end is not None:
             end.begin()
-            end.tail(logits, end.slots)
+            end.tail(logits[:num_rows], end.slots)
 
     def logits(self, rows: Rows) -> Tensor:
         return self._step.decode(rows.index)
@@ -171,7 +186,13 @@ class CapturedRunner:
             self._serve_part(rows.slots[start:stop], rows.index[start:stop], tail)
             start = stop
 
-    def serve_prefill(self, inputs: StepInputs, end: PrefillEnd | None) -> None:
+    def serve_prefill(
+        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+    ) -> None:
+        if score is not None:
+            # Logits of a whole prompt should not stay in the graphs' pool.
+            self._eager.serve_prefill(inputs, end, score)
+            return
         logits = self._serve_prefill(inputs)
         if end is not None:
             end.begin()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_paged.decoder.state import to_device
 from torch_paged.engine.params import SamplingParams
+from torch_paged.engine.top_log import TopTable
 from torch_paged.ops.penalties import mark_seen
 
 
@@ -22,12 +23,17 @@ class SamplingStart(NamedTuple):
 
 
 class SamplingState:
-    """Static tensors [num_slots], and bitmaps of tokens [num_slots, ceil(vocab_size / 32)]."""
+    """Static tensors [num_slots], and bitmaps of tokens [num_slots, ceil(vocab_size / 32)].
+
+    Attributes:
+        tops: the most likely tokens of the newest step, by slot.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         words = -(-vocab_size // 32)
+        self.tops = TopTable(num_slots, device)
 
         def full(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)

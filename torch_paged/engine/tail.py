@@ -17,8 +17,9 @@ from torch_paged.ops.penalties import (
     mark_seen,
 )
 from torch_paged.ops.record_tokens import record_tokens
-from torch_paged.ops.sample import sample
+from torch_paged.ops.sample import sample, sample_with_scores
 from torch_paged.ops.token_logprobs import token_logprobs
+from torch_paged.ops.top_logprobs import top_logprobs
 
 
 class ServingTail:
@@ -28,6 +29,9 @@ class ServingTail:
         edits: some row's logits are edited (penalty, minimum length, suppressed tokens).
         samples: some row draws; without, all rows take the largest logit.
         logprobs: some row reports log-probabilities.
+        num_tops: most likely tokens that are reported of each row.
+        processed: what is reported is what tokens are chosen by: edited logits over temperature,
+            without the tokens that top-k, top-p and min-p leave out.
     """
 
     def __init__(
@@ -38,35 +42,47 @@ class ServingTail:
         edits: bool,
         samples: bool,
         logprobs: bool,
+        num_tops: int = 0,
+        processed: bool = False,
     ) -> None:
-        self.key: Hashable = ("tail", edits, samples, logprobs)
+        self.key: Hashable = ("tail", edits, samples, logprobs, num_tops, processed)
         self._state = state
         self._sampling = sampling
         self._edits = edits
         self._samples = samples
         self._logprobs = logprobs
+        self.num_tops = num_tops
+        self._processed = processed
 
     def __call__(self, logits: Tensor, slots: Tensor) -> None:
         state, sampling = self._state, self._sampling
-        scores = self._edited(logits, slots) if self._edits else logits
-        if self._samples:
-            tokens = sample(
-                scores,
-                slots,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.seeds,
-                state.num_generated,
-            )
-        else:
-            tokens = argmax(scores)
-        logprobs = token_logprobs(logits, tokens) if self._logprobs else None
+        tokens, scores = self._choose(logits, slots)
+        reported = scores if self._processed else logits
+        logprobs = token_logprobs(reported, tokens) if self._logprobs else None
+        if self.num_tops:
+            sampling.tops.record(top_logprobs(reported, self.num_tops), slots)
         record_tokens(logits, tokens, slots, logprobs, state.failed, state.token_logprobs)
         state.advance(tokens, slots)
         if self._edits:
             mark_seen(sampling.seen, slots, tokens)
+
+    def _choose(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens, and the scores that they were chosen by if these are reported."""
+        state, sampling = self._state, self._sampling
+        scores = self._edited(logits, slots) if self._edits else logits
+        if not self._samples:
+            return argmax(scores), scores
+        parameters = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seeds,
+            state.num_generated,
+        )
+        if self._processed and self._logprobs:
+            return sample_with_scores(scores, slots, *parameters)
+        return sample(scores, slots, *parameters), scores
 
     def _edited(self, logits: Tensor, slots: Tensor) -> Tensor:
         state, sampling = self._state, self._sampling

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.decoder.state import SlotState, report_parts
+from torch_paged.engine.top_log import TopLog, TopTable
 
 
 class TokenLog:
@@ -19,11 +20,17 @@ class TokenLog:
 
     Args:
         depth: reports that may be on their way at the same time.
+        tops: where the most likely tokens of the steps are; None: of no step.
     """
 
-    def __init__(self, state: SlotState, num_steps: int, depth: int) -> None:
+    def __init__(
+        self, state: SlotState, num_steps: int, depth: int, tops: TopTable | None = None
+    ) -> None:
         self.num_steps = num_steps
         self._state = state
+        self._depth = depth
+        self._tops = tops
+        self._top_log: TopLog | None = None  # made when a step reports some
         self._on_cuda = state.device.type == "cuda"
         shape = (num_steps, state.report.shape[0])
         with torch.inference_mode(False):
@@ -39,8 +46,23 @@ class TokenLog:
         """The state whose reports these are."""
         return self._state
 
-    def post(self, step: int) -> None:
-        """Have the report of the step just launched copied to the host."""
+    @property
+    def num_safe_steps(self) -> int:
+        """Steps that may follow one before its tokens have to be read."""
+        held = self.num_steps if self._top_log is None else self._top_log.num_steps
+        return held // 2
+
+    def post(self, step: int, num_tops: int = 0) -> None:
+        """Have the report of the step just launched copied to the host.
+
+        Args:
+            num_tops: most likely tokens of each row to copy along.
+        """
+        if num_tops:
+            if self._top_log is None:
+                assert self._tops is not None
+                self._top_log = TopLog(self._tops, self.num_steps, self._depth)
+            self._top_log.post(step, num_tops)
         self._reports[step % self.num_steps].copy_(self._state.report, non_blocking=True)
         if self._on_cuda:
             self._events[step % len(self._events)].record()
@@ -90,6 +112,14 @@ class TokenLog:
     def logprobs(self, slot: int, first: int, last: int) -> list[float]:
         """Return the log-probabilities of these tokens."""
         return cast("list[float]", self._column(self._logprobs, slot, first, last))
+
+    def tops(self, slot: int, first: int, last: int, count: int) -> list[Any]:
+        """Return the `count` most likely tokens of these steps, in one or two arrays.
+
+        Each is [num_steps, count, 2] int32, a view: a token and the bits of its log-probability.
+        """
+        assert self._top_log is not None
+        return self._top_log.read(slot, first, last, count)
 
     def _column(self, steps: Any, slot: int, first: int, last: int) -> list[Any]:
         start, stop = first % self.num_steps, last % self.num_steps + 1

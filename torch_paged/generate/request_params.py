@@ -19,6 +19,7 @@ from torch_paged.engine.job import OnOutput
 from torch_paged.engine.params import SamplingParams, StopCheck
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.values import fraction, integer, plain, seconds, token_ids
+from torch_paged.ops.top_logprobs import MAX_TOP_LOGPROBS
 from torch_paged.patches import seams
 
 _UNLIMITED = 1 << 40
@@ -63,6 +64,7 @@ OWN_NAMES = (
     "priority",
     "deadline",
     "logprobs",
+    "prompt_logprobs",
     "stop_token_ids",
     "tokenizer",
     "on_output",
@@ -150,6 +152,8 @@ def resolve_params(
     if min_new is None:
         min_new = (config.min_length or 0) - prompt_length
     temperature, top_k, top_p, min_p = _sampling(config)
+    logprobs, num_tops = _logprobs("logprobs", own)
+    prompt_logprobs, num_prompt_tops = _logprobs("prompt_logprobs", own)
     base = dict(
         max_new_tokens=max_new,
         min_new_tokens=max(integer("min_new_tokens", min_new, None), 0),
@@ -160,7 +164,10 @@ def resolve_params(
         min_p=min_p,
         repetition_penalty=_penalty(config.repetition_penalty),
         suppressed=_suppressed(config, eos),
-        logprobs=bool(own.get("logprobs", False)),
+        logprobs=logprobs,
+        top_logprobs=num_tops,
+        prompt_logprobs=prompt_logprobs,
+        prompt_top_logprobs=num_prompt_tops,
     )
     count = integer("num_return_sequences", config.num_return_sequences or 1, 1)
     seed = own.get("seed")
@@ -207,6 +214,20 @@ def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
         raise TypeError(
             f"{name!r} is neither a field of GenerationConfig nor one of {ours}; {hint}"
         )
+
+
+def _logprobs(name: str, own: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether log-probabilities are asked for, and of how many most likely tokens."""
+    value = plain(own.get(name))
+    if value is None or isinstance(value, bool):
+        return bool(value), 0
+    number = integer(name, value)
+    if not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise ValueError(
+            f"{name} must be True, or 1 to {MAX_TOP_LOGPROBS} for that many of the most likely "
+            f"tokens as well, got {number}; pass e.g. {name}=5"
+        )
+    return number > 0, number
 
 
 def _max_new_tokens(config: Any, prompt_length: int) -> int:

@@ -19,6 +19,7 @@ from torch_paged.engine.engine import ServingEngine
 from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
+from torch_paged.engine.scores import PromptScores
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
@@ -181,8 +182,10 @@ class Service:
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
+        # A prompt is scored as it is computed: what others have computed of it does not help.
+        scores = PromptScores.of(len(ids), params.samples[0])
         # Without prefix caching only the samples of one prompt share its blocks.
-        shares_prefix &= session.config.enable_prefix_caching
+        shares_prefix &= session.config.enable_prefix_caching and scores is None
         salt = b"" if shares_prefix else b"request %d" % number
         jobs: list[Job] = []
         for index, sample in enumerate(params.samples):
@@ -195,8 +198,7 @@ class Service:
                 deadline=params.deadline,
                 cache_salt=salt,
             )
-            logprobs: list[float] | None = [] if sample.logprobs else None
-            jobs.append(Job(request, sample, params.on_output, private, streams, logprobs))
+            jobs.append(Job(request, sample, params.on_output, private, streams, scores))
         names = [job.request.request_id for job in jobs]
         with self._mutex:
             self._check_open()

@@ -70,7 +70,9 @@ class Engine:
                 id, the others ``f"{request_id}__child#{i}"`` for i from 0 to n - 2.
             overrides: fields of GenerationConfig, and: ``seed``; ``priority``, smaller first;
                 ``deadline`` in seconds from now, after which the request is cancelled;
-                ``logprobs=True``; ``stop_token_ids`` besides the end tokens; ``tokenizer`` for
+                ``logprobs=True`` for the log-probability of each token, or how many of the most
+                likely tokens to report with it, up to 20; ``prompt_logprobs``, the same for the
+                prompt; ``stop_token_ids`` besides the end tokens; ``tokenizer`` for
                 ``stop_strings``; ``on_output``, called with each `RequestOutput` of the request.
 
         Raises:

@@ -23,11 +23,19 @@ import torch
 
 from torch_paged.ops.logits import check_logits, check_slots
 from torch_paged.ops.registration import register_op
-from torch_paged.ops.sample.launch import _launch_sample
-from torch_paged.ops.sample.reference import sample_reference
+from torch_paged.ops.sample.launch import _launch_sample, _launch_sample_with_scores
+from torch_paged.ops.sample.reference import sample_reference, sample_with_scores_reference
 
 _FLOATS = (torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
+_STATE: dict[str, tuple[torch.dtype, ...]] = {
+    "temperature": _FLOATS,
+    "top_k": _INTS,
+    "top_p": _FLOATS,
+    "min_p": _FLOATS,
+    "seeds": (torch.int64,),
+    "counters": _INTS,
+}
 
 
 def _sample_fake(
@@ -43,12 +51,35 @@ def _sample_fake(
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+def _sample_with_scores_fake(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    return tokens, logits.new_empty(logits.shape, dtype=torch.float32)
+
+
 _sample_op = register_op(
     "sample(Tensor logits, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
     "Tensor min_p, Tensor seeds, Tensor counters) -> Tensor",
     cpu=sample_reference,
     cuda=_launch_sample,
     fake=_sample_fake,
+)
+
+
+_sample_with_scores_op = register_op(
+    "sample_with_scores(Tensor logits, Tensor slots, Tensor temperature, Tensor top_k, "
+    "Tensor top_p, Tensor min_p, Tensor seeds, Tensor counters) -> (Tensor, Tensor)",
+    cpu=sample_with_scores_reference,
+    cuda=_launch_sample_with_scores,
+    fake=_sample_with_scores_fake,
 )
 
 
@@ -76,24 +107,44 @@ def sample(
         seeds: [num_slots] int64.
         counters: [num_slots] int32 or int64, the slot's `num_generated`: a new value a step.
     """
+    state = (temperature, top_k, top_p, min_p, seeds, counters)
     if not torch.compiler.is_compiling():
-        check_logits(logits)
-        check_slots(slots, logits.shape[0])
-        num_slots = temperature.shape[0]
-        for name, state, dtypes in (
-            ("temperature", temperature, _FLOATS),
-            ("top_k", top_k, _INTS),
-            ("top_p", top_p, _FLOATS),
-            ("min_p", min_p, _FLOATS),
-            ("seeds", seeds, (torch.int64,)),
-            ("counters", counters, _INTS),
-        ):
-            if state.dtype not in dtypes or state.shape != (num_slots,):
-                wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise TypeError(
-                    f"{name} must be {wanted} [{num_slots}], got {state.dtype} {list(state.shape)}"
-                )
-    return _sample_op(logits, slots, temperature, top_k, top_p, min_p, seeds, counters)
+        _check(logits, slots, state)
+    return _sample_op(logits, slots, *state)
 
 
-__all__ = ["sample", "sample_reference"]
+def sample_with_scores(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `sample` does, and return what it drew from, float32 [num_rows, vocab_size].
+
+    That is ``score`` where a token is kept and -inf where it is not; the logits in a row that is
+    not drawn, or is padding.
+    """
+    state = (temperature, top_k, top_p, min_p, seeds, counters)
+    if not torch.compiler.is_compiling():
+        _check(logits, slots, state)
+    tokens, scores = _sample_with_scores_op(logits, slots, *state)
+    return tokens, scores
+
+
+def _check(logits: torch.Tensor, slots: torch.Tensor, states: tuple[torch.Tensor, ...]) -> None:
+    check_logits(logits)
+    check_slots(slots, logits.shape[0])
+    num_slots = states[0].shape[0]
+    for (name, dtypes), state in zip(_STATE.items(), states, strict=True):
+        if state.dtype not in dtypes or state.shape != (num_slots,):
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(
+                f"{name} must be {wanted} [{num_slots}], got {state.dtype} {list(state.shape)}"
+            )
+
+
+__all__ = ["sample", "sample_reference", "sample_with_scores", "sample_with_scores_reference"]

@@ -109,6 +109,7 @@ def _sample_rows_kernel(
     tile_flags_ptr,
     list_ptr,
     tokens_ptr,
+    support_ptr,
     vocab_size,
     num_tiles,
     num_groups,
@@ -121,14 +122,16 @@ def _sample_rows_kernel(
     LISTED: tl.constexpr,
     SMALL_K: tl.constexpr,
     SHIFT: tl.constexpr,
+    HAS_SUPPORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """tokens[b] = argmax over the support of w / e.
+    """tokens[b] = argmax over the support of w / e; support[b] = (least, first_tie, top key).
 
     A key is the logit's bits as an ordered integer, without the SHIFT low bits that its dtype
     leaves 0. The support is {key > least} and, of the tokens with key = least, those from index
     first_tie on; `least` is found by comparing sums over {key > pivot} with what top-k and top-p
-    allow, four pivots a pass, over the groups that can still hold it.
+    allow, four pivots a pass, over the groups that can still hold it. In a row that is not drawn,
+    the first_tie of support is -1.
     """
     if PDL:
         gdc_launch_dependents()
@@ -136,6 +139,9 @@ def _sample_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     chosen = tl.full([], 0, dtype=tl.int64)
+    kept_from = tl.full([], 0, dtype=tl.int64)
+    kept_tie = tl.full([], -1, dtype=tl.int64)
+    kept_top = tl.full([], 0, dtype=tl.int64)
     if slot >= 0:
         row_ptr = logits_ptr + row * stride_b
         group_max_row = group_max_ptr + row * num_groups
@@ -280,6 +286,10 @@ def _sample_rows_kernel(
                                 lo, hi = narrow(lo, hi, counts < num_kept.to(tl.float32))
                             first_tie = hi
 
+            kept_from = least
+            kept_tie = first_tie
+            kept_top = top_key.to(tl.int64)
+
             # A tile's race stands if its winner is in the support; if not, its tokens race again
             # unless even that winner loses to another tile's.
             raced = tile < tl.where(early, num_tiles, 0)
@@ -312,3 +322,7 @@ def _sample_rows_kernel(
                 best = tl.maximum(best, word)
             chosen = unpack_index(best)
     tl.store(tokens_ptr + row, chosen)
+    if HAS_SUPPORT:
+        tl.store(support_ptr + row * 3, kept_from)
+        tl.store(support_ptr + row * 3 + 1, kept_tie)
+        tl.store(support_ptr + row * 3 + 2, kept_top)

@@ -73,8 +73,14 @@ def sample_reference(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     counters: torch.Tensor,
+    drawn_from: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token a row; the module's docstring defines it."""
+    """Draw one token a row; the module's docstring defines it.
+
+    Args:
+        drawn_from: [num_rows, vocab_size] float32, where the drawn rows' scores are written, -inf
+            outside of the support.
+    """
     slot = slots.clamp(min=0).long()
     logits = logits.float()
     tokens = torch.argmax(logits, dim=1).masked_fill_(slots < 0, 0)
@@ -88,6 +94,24 @@ def sample_reference(
         scores = logits[rows] * scales[rows, None]
         keep = _support(scores, top_k[slot], top_p[slot], min_p[slot])
         weights = (scores - scores.amax(dim=1, keepdim=True)).exp()
+        if drawn_from is not None:
+            drawn_from[rows] = scores.masked_fill(~keep, -_INF)
         race = weights / exponentials(seeds[slot], counters[slot], logits.shape[1])
         tokens[rows] = torch.argmax(race.masked_fill_(~keep, -1.0), dim=1)
     return tokens
+
+
+def sample_with_scores_reference(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row, and return the scores that it was drawn from."""
+    scores = logits.to(torch.float32, copy=True)
+    state = (temperature, top_k, top_p, min_p, seeds, counters)
+    return sample_reference(logits, slots, *state, drawn_from=scores), scores
