@@ -215,7 +215,7 @@ def test_training_takes_the_fast_path_and_draws_what_hugging_face_draws(
 
 
 @needs_trl
-def test_gradient_checkpointing_is_said_to_end_the_fast_path(
+def test_with_gradient_checkpointing_each_fallback_is_counted_with_its_reason(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rollouts, _ = trained(script, monkeypatch, "--gradient-checkpointing")
