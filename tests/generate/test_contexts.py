@@ -185,3 +185,15 @@ def test_kinds_of_ids(kind, model, device, accelerate) -> None:
     accelerate(model, on_unsupported="fallback")
     got = greedy(model, batch)
     assert torch.equal(got, expected) and got.dtype is expected.dtype
+
+
+def test_a_forward_under_autocast_is_left_to_hugging_face(model, device) -> None:
+    """As a trainer prepares a float32 model for bfloat16: autocast is inside the forward."""
+    ids = prompt(17, 17, device=device)
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    torch_paged.accelerate(model)
+    assert torch.equal(greedy(model, ids, 12), expected)
+    report = torch_paged.explain(model)
+    assert report.tier == "eager", str(report)
+    assert any("self-test: a step raised" in reason for reason in report.reasons), report.reasons

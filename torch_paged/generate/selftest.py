@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.core import EngineCore
+from torch_paged.errors import OutOfBlocks
 from torch_paged.patches.seams import (
     CACHE_NAMES,
     call_cache,
@@ -32,7 +33,13 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
         with eager_attention(model):
             outputs = own_outputs(model, ids, _PROMPT_TOKENS)
             expected = torch.stack([out.logits[0, -1] for out in outputs])
-        got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
+        try:
+            got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
+        except (OutOfBlocks, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # such as of a forward that casts what it computes
+            reason = str(error).partition("\n")[0]
+            return f"self-test: a step raised {type(error).__name__}: {reason}"
     expected, got = expected.float(), got.float()
     if not torch.isfinite(expected).all():
         # Nothing to compare with; HF's own output is no better.
