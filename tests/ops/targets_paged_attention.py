@@ -26,6 +26,10 @@ _FLAGS = {
 }
 
 
+# Exact float32 products and wide heads are never cut so; of the others, these stand for all.
+_SHORT = ("16x8x128-norm", "32x8x64", "32x8x128", "64x8x64-sinks")
+
+
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
@@ -50,7 +54,7 @@ def _decode(
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
-        if name == "short" and (element_size == 4 or heads[2] > 192):
+        if name == "short" and label not in _SHORT:
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim

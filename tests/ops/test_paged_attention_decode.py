@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.ops import paged_attention as ops
-from torch_paged.ops.paged_attention.config import DecodeConfig, decode_config
+from torch_paged.ops.paged_attention.config import DecodeConfig
 from torch_paged.ops.paged_attention.decode_launch import (
     _launch_fused_decode_attention,
     _launch_paged_decode_attention,
@@ -32,8 +32,14 @@ from paged_attention_case import (  # noqa: E402
 LENGTHS = [1, 15, 16, 17, 31, 33, 255, 257]
 # Many ranges at small sizes: every length above 32 is merged from several.
 SPLIT = DecodeConfig(
-    tile_bytes=2048, single_tokens=32, min_split_tokens=32, programs_per_sm=64, max_splits=6
+    tile_bytes=2048,
+    single_tokens=32,
+    min_split_tokens=32,
+    programs_per_sm=64,
+    max_splits=6,
+    early_tile=True,
 )
+LATE = dataclasses.replace(SPLIT, early_tile=False)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +66,7 @@ def _check_decode(
     scale: float = 0.25,
     **features: object,
 ) -> None:
-    """Hold kernel, with and without an early tile, and reference to the budget, row by row."""
+    """Run kernel and reference on one pool and hold both to the budget, row by row."""
     pool = make_pool(
         lengths,
         num_kv_heads=num_kv_heads,
@@ -74,10 +80,8 @@ def _check_decode(
     query = torch.randn(len(lengths), num_heads, head_dim, dtype=dtype, device=DEVICE)
     counters = _counters(len(lengths), num_kv_heads)
     indices = (pool.block_table, pool.slots, pool.context_lens, counters, scale)
-    config = config or decode_config(query, len(lengths) * num_kv_heads, max(lengths))
-    configs = [config, dataclasses.replace(config, early_tile=not config.early_tile)]
     outputs = []
-    for run, config in (*(("kernel", c) for c in configs[: 1 + fused]), ("reference", None)):
+    for run in ("kernel", "reference"):
         k_cache, v_cache = pool.k_cache.clone(), pool.v_cache.clone()
         extra = {"config": config} if run == "kernel" else {}
         if fused:
@@ -149,7 +153,7 @@ def _check_cache_write(
         assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
+@pytest.mark.parametrize("config", [None, SPLIT, LATE], ids=["default", "split", "late"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "written"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -37,9 +37,9 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
             got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
         except (OutOfBlocks, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # such as of a forward that casts what it computes
-            reason = str(error).partition("\n")[0]
-            return f"self-test: a step raised {type(error).__name__}: {reason}"
+        except Exception as failure:  # such as of a forward that casts what it computes
+            reason = str(failure).partition("\n")[0]
+            return f"self-test: a step raised {type(failure).__name__}: {reason}"
     expected, got = expected.float(), got.float()
     if not torch.isfinite(expected).all():
         # Nothing to compare with; HF's own output is no better.
