@@ -65,7 +65,6 @@ def _load_tile(
         "num_splits",
         "single_tokens",
         "min_split_tokens",
-        "max_tokens",
     ]
 )
 def decode_attention_kernel(
@@ -95,7 +94,6 @@ def decode_attention_kernel(
     num_splits,
     single_tokens,
     min_split_tokens,
-    max_tokens,
     stride_qt,
     stride_kt,
     stride_vt,

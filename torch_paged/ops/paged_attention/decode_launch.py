@@ -101,7 +101,6 @@ def _launch_fused_decode_attention(
         splits,
         config.single_tokens,
         max(config.min_split_tokens, tile),
-        max_tokens,
         query.stride(0),
         key.stride(0),
         value.stride(0),
