@@ -63,10 +63,23 @@ def test_call_that_raises_is_a_fault(
         raise RuntimeError("no kernel for this\nand more")
 
     monkeypatch.setattr(DecoderStep, "prefill", broken)
+    monkeypatch.setattr("torch_paged.generate.session.selftest_reason", lambda *args: "")
     assert main(["support", "--types", "llama", "jamba"]) == 1
     out = capsys.readouterr().out
     assert "fails      RuntimeError: no kernel for this" in out and "and more" not in out
     assert out.rstrip().endswith("at fault: llama")
+
+
+def test_step_that_raises_shows_as_the_tier_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: DecoderStep, inputs: object) -> None:
+        raise RuntimeError("no kernel for this\nand more")
+
+    monkeypatch.setattr(DecoderStep, "prefill", broken)
+    assert main(["support", "--types", "llama"]) == 0
+    tier, result, why = rows_of(capsys.readouterr().out)["llama"]
+    assert (tier, result) == ("patched", "equal") and "a step raised RuntimeError" in why
 
 
 def test_wrong_tokens_are_a_fault(
