@@ -103,13 +103,21 @@ class DecodeCase:
         return projection.view(self.batch, -1, dim).split(parts, dim=1)
 
     def run(
-        self, layer: int, config: DecodeConfig | None = None, projection: Tensor | None = None
+        self,
+        layer: int,
+        config: DecodeConfig | None = None,
+        projection: Tensor | tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Launch one layer, by the op itself unless a configuration is given.
 
-        `projection` [batch, (heads + 2 kv_heads) * head_dim] takes the place of the case's own.
+        `projection` [batch, (heads + 2 kv_heads) * head_dim], or its three parts, takes the place
+        of the case's own.
         """
-        query, key, value = self._split(self.projection if projection is None else projection)
+        if isinstance(projection, tuple):
+            parts = (part.view(self.batch, -1, self.heads[2]) for part in projection)
+            query, key, value = parts
+        else:
+            query, key, value = self._split(self.projection if projection is None else projection)
         launch: Callable[..., Tensor] = torch.ops.torch_paged.fused_decode_attention.default
         if config is not None:
             launch = partial(_launch_fused_decode_attention, config=config)

@@ -1,10 +1,11 @@
 """fused_linear at the layers of three models, against the read ceiling and cuBLAS.
 
-    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64] [--sweep]
+    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64,128] [--sweep]
 
 Every time is the median of CUDA graph replays. A graph runs one launch per weight over enough
 distinct weights that each comes from memory. `chain` runs a model's layers as they follow each
-other (qkv, o, gate and up, down, then the head), each reading what the one before wrote.
+other (qkv, attention over 200 tokens, o, gate and up, down, then the head), each reading what the
+one before wrote; its bytes count keys and values too.
 `--sweep` also times the candidate configurations and writes table.py with the best ones, to $OUT
 when that is set and over the checked-in one otherwise.
 """
@@ -26,12 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ceiling import read_tbps
-from benchmarks.ops_linear_cases import BF16, MODELS, Layer, Model, candidates, chosen
+from benchmarks.ops_attention import DecodeCase
+from benchmarks.ops_linear_cases import BF16, HEADS, MODELS, Layer, Model, candidates, chosen
 from benchmarks.parity import WrongResult
 from benchmarks.timing import default_device, graph_ms
 from torch_paged.ops.fused_linear import fused_linear_reference, table
 from torch_paged.ops.fused_linear.configs import (
     KINDS,
+    Composed,
     Config,
     GemvConfig,
     device_key,
@@ -39,8 +42,11 @@ from torch_paged.ops.fused_linear.configs import (
     token_bucket,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+from torch_paged.ops.paged_attention.config import SHORT_TOKENS
+from torch_paged.ops.unchecked import add_rms_norm, glu, rms_norm
 
 COLD_BYTES = 400 << 20
+CONTEXT = 200  # tokens that attention reads between the layers of a chain
 DEVICE = default_device()
 KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 TABLE_FILE = Path(table.__file__)
@@ -55,10 +61,23 @@ def call(
 ) -> Tensor:
     """Launch a layer, by the op itself unless a configuration is given."""
     named = dict(options)
+    if isinstance(config, Composed):
+        return compose(x, weights, named)
     gain = named.pop("norm_weight", None)
     if config is None:
         return torch.ops.torch_paged.fused_linear.default(x, weights, [], gain, **named)
     return _launch_fused_linear(x, weights, [], gain, **named, config=config)
+
+
+def compose(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> Tensor:
+    """Run a layer as a plan does that leaves its linears to torch."""
+    if options.get("norm"):
+        x = rms_norm(x, options["norm_weight"], eps=options["eps"])
+    parts = [F.linear(x, weight) for weight in weights]
+    if options.get("gated"):
+        return glu(*parts, activation=options["activation"])
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return y if options.get("residual") is None else y + options["residual"]
 
 
 def check(layer: Layer, num_tokens: int, config: Config | None = None) -> None:
@@ -121,7 +140,7 @@ def time_chain(
     sets: dict[str, list[list[Tensor]]],
     configs: dict[str, Config],
     replays: int = 20,
-    attention: Callable[[int, Tensor], Tensor] | None = None,
+    attention: Callable[[int, Any], Tensor] | None = None,
 ) -> float:
     """Return milliseconds of one pass over all layers of a model.
 
@@ -132,22 +151,40 @@ def time_chain(
     options = {layer.name: layer.options(num_tokens) for layer in (*model.layers, model.head)}
     hidden = torch.randn(num_tokens, qkv.in_features, dtype=BF16, device=DEVICE)
 
+    composed = {name: isinstance(config, Composed) for name, config in configs.items()}
+
     def step(layer: Layer, index: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
         weights = sets[layer.name][index % len(sets[layer.name])]
         named = options[layer.name] | ({"residual": residual} if layer.residual else {})
         return call(layer, x, weights, named, configs[layer.name])
 
+    def normed(
+        first: Layer, second: Layer, index: int, x: Tensor, residual: Tensor
+    ) -> tuple[Any, Tensor]:
+        """Run `first` on x and `second`, which has a norm, on the sum; return output and sum."""
+        if not (composed[first.name] and composed[second.name]):
+            total = step(first, index, x, residual)
+            return step(second, index, total), total
+        named = options[second.name]
+        y = compose(x, sets[first.name][index % len(sets[first.name])], {})
+        h, total = add_rms_norm(y, residual, named["norm_weight"], eps=named["eps"])
+        weights = sets[second.name][index % len(sets[second.name])]
+        if second is qkv:  # attention takes the three apart
+            return tuple(F.linear(h, weight) for weight in weights), total
+        return compose(h, weights, named | {"norm": False}), total
+
     def run() -> None:
-        x = hidden
+        projected, x = step(qkv, 0, hidden), hidden
+        if composed["qkv"]:
+            projected = projected.split(qkv.sizes, -1)
         for index in range(model.num_layers):
-            projected = step(qkv, index, x)
             if attention is None:
-                heads = projected[:, : o.in_features]
+                heads = projected[0] if composed["qkv"] else projected[:, : o.in_features]
             else:
                 heads = attention(index, projected).flatten(1)
-            x = step(o, index, heads, x)
-            x = step(down, index, step(gate_up, index, x), x)
-        step(model.head, 0, x)
+            inner, x = normed(o, gate_up, index, heads, x)
+            last = index == model.num_layers - 1
+            projected, x = normed(down, model.head if last else qkv, index, inner, x)
 
     return graph_ms(run, replays, DEVICE).median
 
@@ -157,6 +194,7 @@ def tune_chain(
     num_tokens: int,
     sets: dict[str, list[list[Tensor]]],
     ranked: dict[str, list[Config]],
+    attention: Callable[[int, Any], Tensor],
 ) -> dict[str, Config]:
     """Choose among each layer's best configurations by what they make of the whole chain.
 
@@ -164,12 +202,14 @@ def tune_chain(
     the best together.
     """
     configs = {name: tried[0] for name, tried in ranked.items()}
-    best = time_chain(model, num_tokens, sets, configs)
+    best = time_chain(model, num_tokens, sets, configs, attention=attention)
     for name in (layer.name for layer in model.layers):
-        for config in ranked[name][:5]:
+        tried = ranked[name][:5] + [c for c in ranked[name][5:] if isinstance(c, Composed)]
+        for config in tried:
             if config == configs[name]:
                 continue
-            ms = time_chain(model, num_tokens, sets, configs | {name: config}, 12)
+            changed = configs | {name: config}
+            ms = time_chain(model, num_tokens, sets, changed, 12, attention)
             if ms < 0.995 * best:
                 best, configs[name] = ms, config
     return configs
@@ -244,16 +284,21 @@ def run_model(
             rows.append(row | {"tried": [(round(t, 3), str(c)) for t, c in timed]})
     for num_tokens in token_counts:
         configs = {layer: tried[0] for layer, tried in ranked[num_tokens].items()}
+        case = DecodeCase(HEADS[name], num_tokens, CONTEXT, max_tokens=SHORT_TOKENS)
+
+        def attention(layer: int, projected: Any, case: DecodeCase = case) -> Tensor:
+            return case.run(layer % case.num_layers, None, projected)
+
         if sweep:
-            configs = tune_chain(model, num_tokens, sets, ranked[num_tokens])
+            configs = tune_chain(model, num_tokens, sets, ranked[num_tokens], attention)
         for layer in (*model.layers, model.head):
             config = configs[layer.name]
             check(layer, num_tokens, config)
             n_class, k_class = size_class(layer.num_rows), size_class(layer.in_features)
             shape = (token_bucket(num_tokens), n_class, k_class, layer.gated)
             entries[shape] = (KIND_NAMES[type(config)], *config)
-        ms = time_chain(model, num_tokens, sets, configs)
-        tbps = chain_bytes(model) / ms / 1e9
+        ms = time_chain(model, num_tokens, sets, configs, attention=attention)
+        tbps = (chain_bytes(model) + model.num_layers * case.bytes) / ms / 1e9
         row = {"model": name, "layer": "chain", "tokens": num_tokens, "tbps": tbps, "ms": ms}
         row |= {"of_ceiling": tbps / ceiling, "configs": {k: str(c) for k, c in configs.items()}}
         rows.append(row)

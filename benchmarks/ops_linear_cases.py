@@ -11,6 +11,8 @@ from torch import Tensor
 from benchmarks.timing import default_device
 from torch_paged.ops.fused_linear import NUM_COUNTERS
 from torch_paged.ops.fused_linear.configs import (
+    ALWAYS_KERNEL_ROWS,
+    Composed,
     Config,
     GemvConfig,
     Problem,
@@ -83,6 +85,9 @@ def _model(
     return Model(num_layers, layers, Layer("head", (vocab,), hidden, norm=True))
 
 
+# Query heads, key and value heads, head_dim.
+HEADS = {"0.6b": (16, 8, 128), "1b": (32, 8, 64), "8b": (32, 8, 128), "tiny": (4, 2, 16)}
+
 MODELS = {
     "0.6b": _model(28, 1024, (16, 8, 128), 3072, 151936),
     "1b": _model(16, 2048, (32, 8, 64), 8192, 128256),
@@ -93,9 +98,7 @@ MODELS = {
 
 def chosen(layer: Layer, num_tokens: int) -> Config:
     problem = Problem(num_tokens, layer.num_rows, layer.in_features, layer.gated)
-    config = choose_config(device_key(torch.device("cuda", 0)), problem, BF16, True)
-    assert config is not None
-    return config
+    return choose_config(device_key(torch.device("cuda", 0)), problem, BF16, True)
 
 
 def candidates(layer: Layer, num_tokens: int) -> list[Config]:
@@ -106,8 +109,11 @@ def candidates(layer: Layer, num_tokens: int) -> list[Config]:
         found += _gemv_candidates(layer, num_tokens, streams)
     if 1 < num_tokens <= 16:
         found += _small_gemm_candidates(layer, num_tokens, streams)
-    if num_tokens > 2:
+    if num_tokens > ALWAYS_KERNEL_ROWS:
+        found += [Composed(), *_many_rows_candidates(layer, num_tokens, streams)]
+    elif num_tokens > 2:
         found += _tile_gemm_candidates(layer, num_tokens, streams)
+        found += _one_tile_candidates(layer, num_tokens, streams)
     return list(dict.fromkeys(found))
 
 
@@ -150,8 +156,10 @@ def _small_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[
 
 def _tile_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
     found: list[Config] = []
-    for rows, block_k in itertools.product((32, 64, 128), (64, 128)):
+    for rows, block_k, warps in itertools.product((32, 64, 128), (64, 128), (4, 8)):
         if rows * streams < num_tokens or rows * num_tokens * streams > 8192:
+            continue
+        if warps == 8 and rows * num_tokens * streams < 4096:
             continue
         blocks = layer.num_rows // streams // rows
         stages = 3 if block_k == 128 else 4
@@ -162,5 +170,43 @@ def _tile_gemm_candidates(layer: Layer, num_tokens: int, streams: int) -> list[C
             if not fits or tiles < stages:
                 continue
             if 48 <= blocks * splits and (splits == 1 or blocks * splits <= 800):
-                found.append(TileGemmConfig(rows, block_k, 4, splits, stages))
+                found.append(TileGemmConfig(rows, block_k, warps, splits, stages))
+    return found
+
+
+def _one_tile_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    """Return those that hold all of a program's weights at once, in one wave of programs."""
+    found: list[Config] = []
+    tokens = max(token_bucket(num_tokens), 16)
+    for splits, rows, warps in itertools.product((1, 2, 3, 4, 6, 8), (16, 32, 64), (4, 8)):
+        block_k = 1 << (-(-layer.in_features // splits) - 1).bit_length()
+        waste = block_k * splits / layer.in_features
+        if not 256 <= block_k <= 1024 or waste > 1.15:
+            continue
+        if num_tokens > 2 * rows * streams:
+            continue  # x would be read more than the weights
+        programs = -(-layer.num_rows // (streams * rows)) * splits
+        shared = 2 * block_k * (rows * streams + tokens)
+        # Past 256 bytes a thread of either operand the tiles spill.
+        thread = 2 * block_k * max(rows * streams, tokens) // (32 * warps)
+        wave = -(-programs // 132)
+        if 0.7 * 132 <= programs and wave * shared <= 220 << 10 and thread <= 256:
+            found.append(TileGemmConfig(rows, block_k, warps, splits, 1))
+    return found
+
+
+def _many_rows_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
+    for rows, block_k, stages in ((32, 64, 4), (64, 64, 4), (64, 128, 3), (128, 64, 4)):
+        if rows * streams < 64:
+            continue
+        shared = stages * 2 * block_k * (rows * streams + token_bucket(num_tokens))
+        blocks = -(-layer.num_rows // (streams * rows))
+        if shared > 200 << 10 or rows * streams > 128:
+            continue
+        for splits in (1, 2, 3, 4, 6, 8):
+            tiles = layer.in_features // (block_k * splits)
+            if tiles < stages or blocks * splits < 60 or (splits > 1 and blocks * splits > 400):
+                continue
+            found.append(TileGemmConfig(rows, block_k, 8, splits, stages))
     return found

@@ -22,10 +22,8 @@ from torch import Tensor
 from benchmarks.ceiling import read_tbps
 from benchmarks.ops_attention import DecodeCase
 from benchmarks.ops_linear import chain_bytes, time_chain
-from benchmarks.ops_linear_cases import MODELS, Model, chosen
+from benchmarks.ops_linear_cases import HEADS, MODELS, Model, chosen
 from torch_paged.ops.paged_attention.config import DecodeConfig, decode_config
-
-HEADS = {"0.6b": (16, 8, 128), "1b": (32, 8, 64), "8b": (32, 8, 128), "tiny": (4, 2, 16)}
 
 
 def variants(config: DecodeConfig) -> dict[str, DecodeConfig]:
@@ -63,7 +61,7 @@ def run_model(
 
             def attention(
                 layer: int,
-                projected: Tensor,
+                projected: Any,
                 case: DecodeCase = case,
                 config: DecodeConfig | None = config,
             ) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from torch_paged.config import Config
-from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.plan import Add, Glu, Linear, Norm, lower
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
@@ -114,7 +114,7 @@ def test_every_form_of_the_plan_gives_the_models_own_logits(name, fuse_linears):
 
 def test_small_batch_plan_of_llama_has_five_kernels_a_layer():
     spec = read_spec(make_model("llama"))
-    plan = fuse(lower(spec, "decode"), FusionProfile(linears=True))
+    plan = fuse(lower(spec, "decode"), FusionProfile(always))
     # embed, one rotary table, five a layer, head
     assert len(plan.instructions) == 2 + 5 * 2 + 1
     assert not any(isinstance(i, Norm | Add | Glu) for i in plan.instructions)
@@ -122,10 +122,28 @@ def test_small_batch_plan_of_llama_has_five_kernels_a_layer():
 
 def test_large_batch_plan_adds_within_the_norm():
     spec = read_spec(make_model("llama"))
-    plan = fuse(lower(spec, "decode"), FusionProfile(linears=False))
+    plan = fuse(lower(spec, "decode"), FusionProfile(None))
     norms = [i for i in plan.instructions if isinstance(i, Norm)]
     assert sum(norm.residual is not None for norm in norms) == len(norms) - 1
     assert not any(isinstance(i, Add) for i in plan.instructions)
+
+
+def test_between_few_and_many_rows_each_layer_is_fused_where_that_pays():
+    spec = read_spec(make_model("llama"))
+    inner = spec.layers[0].mlp.inputs[0].ref.module.weight.shape[0]
+    asked = set()
+
+    def pays(shape, gated):
+        asked.add((shape, gated))
+        return gated
+
+    plan = fuse(lower(spec, "decode"), FusionProfile(pays))
+    linears = [i for i in plan.instructions if isinstance(i, Linear)]
+    glus = [i for i in linears if i.gated]
+    assert len(glus) == 2 and all(i.norm is not None for i in glus)
+    assert not any(i.norm or i.residual for i in linears if not i.gated)
+    hidden = spec.embedding.module.weight.shape[1]
+    assert ((2 * inner, hidden), True) in asked and ((hidden, inner), False) in asked
 
 
 def test_a_hooked_linear_stays_out_of_the_fusions_and_is_called():
@@ -134,7 +152,7 @@ def test_a_hooked_linear_stays_out_of_the_fusions_and_is_called():
     hooked = model.model.layers[1].mlp.down_proj
     hooked.register_forward_hook(lambda m, args, out: calls.append(out.shape) or out * 2)
     spec = read_spec(model)
-    plan = fuse(lower(spec, "decode"), FusionProfile(linears=True))
+    plan = fuse(lower(spec, "decode"), FusionProfile(always))
     touching = [
         i
         for i in plan.instructions

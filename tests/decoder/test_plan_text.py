@@ -4,7 +4,7 @@ from transformers import Gemma2Config, LlamaConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.plan import lower
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.patches.families import read_spec
@@ -19,7 +19,9 @@ _DIMS = {
 
 
 def folded(model, linears):
-    return fold_layers(fuse(lower(read_spec(model), "decode"), FusionProfile(linears)))
+    return fold_layers(
+        fuse(lower(read_spec(model), "decode"), FusionProfile(always if linears else None))
+    )
 
 
 def test_equal_layers_are_printed_once():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged.ops.fused_linear import (
-    MAX_KERNEL_ROWS,
+    ALWAYS_KERNEL_ROWS,
     NUM_COUNTERS,
     fused_linear,
     fused_linear_reference,
@@ -284,6 +284,18 @@ def test_any_number_of_tiles_and_stages_matches(in_features: int) -> None:
         check(kind, x, weights, norm=True, eps=1e-6)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("block_k", "splits"), [(256, 1), (64, 3), (16, 2)])
+def test_many_rows_match_with_one_tile_and_with_several(
+    block_k: int, splits: int, gated: bool
+) -> None:
+    config = TileGemmConfig(rows=16, block_k=block_k, warps=4, splits=splits, stages=2)
+    x = randn(70, 160, dtype=torch.bfloat16)
+    weights = make_weights([24, 24], 160, x.dtype)
+    options = {"activation": "silu", "gated": True} if gated else {}
+    check(config, x, weights, norm=True, eps=1e-6, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5, 40, 64, 65])
 def test_the_op_chooses_for_itself(num_tokens: int, dtype: torch.dtype) -> None:
@@ -295,7 +307,7 @@ def test_the_op_chooses_for_itself(num_tokens: int, dtype: torch.dtype) -> None:
     low = fused_linear_reference(x, weights, [], **options)
     budget = 2 * ((low - want).abs().max() + torch.finfo(dtype).eps / 2 * want.abs().max())
     assert (out - want).abs().max() <= budget
-    if num_tokens > MAX_KERNEL_ROWS:
+    if num_tokens > ALWAYS_KERNEL_ROWS:
         assert torch.equal(out, low)
 
 

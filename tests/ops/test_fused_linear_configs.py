@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_paged.ops.fused_linear import MAX_KERNEL_ROWS, fused_linear
+from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, fused_linear
 from torch_paged.ops.fused_linear.configs import (
     KINDS,
+    ONE_TILE_BLOCK_K,
     TOKEN_BUCKETS,
+    Composed,
     GemvConfig,
     Problem,
     SmallGemmConfig,
@@ -23,7 +25,9 @@ ENTRIES = [(key, shape, entry) for key, t in TABLE.items() for shape, entry in t
 
 
 def assert_valid(config: object, problem: Problem) -> None:
-    sizes = [v for k, v in config._asdict().items() if k not in ("registers", "stages")]
+    assert not isinstance(config, Composed)
+    fields = config._asdict().items()
+    sizes = [v for k, v in fields if k not in ("registers", "stages", "splits")]
     assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
     if isinstance(config, GemvConfig):
         assert config.k_warps <= config.warps <= 16
@@ -35,7 +39,9 @@ def assert_valid(config: object, problem: Problem) -> None:
         streams = 1 + problem.gated
         tile = 2 * config.block_k * (config.rows * streams + problem.num_tokens)
         assert config.rows >= 16 and config.block_k >= 16
-        assert config.stages * tile <= 160 << 10
+        one_tile = config.block_k >= ONE_TILE_BLOCK_K
+        assert not one_tile or problem.in_features <= config.block_k * config.splits
+        assert (1 if one_tile else config.stages) * tile <= 192 << 10
     if hasattr(config, "registers"):
         assert config.registers * config.warps * 32 <= 65536
 
@@ -44,15 +50,20 @@ def assert_valid(config: object, problem: Problem) -> None:
 def test_every_entry_of_the_table_is_a_valid_configuration(
     key: tuple[int, int], shape: tuple[int, int, int, bool], entry: tuple[str | int, ...]
 ) -> None:
-    bucket, _, _, gated = shape
+    bucket, _, k_class, gated = shape
     assert bucket in TOKEN_BUCKETS
     kind, *fields = entry
-    assert_valid(KINDS[kind](*fields), Problem(bucket, 4096, 4096, gated))
+    if kind == "torch":
+        assert bucket > ALWAYS_KERNEL_ROWS and not fields
+    else:
+        # A size class holds sizes of up to half an octave more than the least.
+        in_features = 1 << k_class // 2 if k_class % 2 == 0 else 3 << k_class // 2 - 1
+        assert_valid(KINDS[kind](*fields), Problem(bucket, 4096, in_features, gated))
 
 
 @pytest.mark.parametrize("key", [H200, (90, 114), (80, 108), (89, 24), (100, 148), (75, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 129])
 def test_every_problem_gets_a_valid_configuration(
     key: tuple[int, int], dtype: torch.dtype, num_tokens: int
 ) -> None:
@@ -61,10 +72,12 @@ def test_every_problem_gets_a_valid_configuration(
             for gated in (False, True):
                 problem = Problem(num_tokens, num_rows, in_features, gated)
                 config = choose_config(key, problem, dtype, True)
-                if config is None:
-                    assert key[0] == 75 and dtype == torch.float16 and num_tokens > 8
-                else:
-                    assert_valid(config, problem)
+                if isinstance(config, Composed):
+                    turing = key[0] == 75 and dtype == torch.float16 and num_tokens > 8
+                    assert turing or num_tokens > ALWAYS_KERNEL_ROWS
+                    continue
+                assert_valid(config, problem)
+                assert num_tokens <= MAX_KERNEL_ROWS
                 if dtype == torch.float32:
                     assert isinstance(config, GemvConfig)
 
@@ -85,7 +98,7 @@ def test_a_measured_shape_lends_its_configuration_to_its_neighbours_only() -> No
 
 def test_more_rows_than_the_kernels_take_get_none() -> None:
     problem = Problem(MAX_KERNEL_ROWS + 1, 4096, 4096, False)
-    assert choose_config(H200, problem, torch.bfloat16, True) is None
+    assert choose_config(H200, problem, torch.bfloat16, True) == Composed()
 
 
 def test_size_classes_are_half_octaves() -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from torch_paged.ops.fused_linear import NUM_COUNTERS, fused_linear, fused_linear_reference
+from torch_paged.ops.fused_linear.configs import TileGemmConfig
+from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -67,6 +69,42 @@ def test_true_shapes_match_float64(
     assert error <= 2 * ((low - want).abs().max() + torch.finfo(dtype).eps / 2 * scale)
     if dtype == torch.float32:
         assert error <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("num_tokens", [24, 64, 100, 128])
+@pytest.mark.parametrize(
+    "config",
+    [(64, 64, 8, 2, 4), (32, 64, 4, 1, 4), (128, 64, 8, 1, 3), (16, 1024, 8, 0, 1)],
+    ids=["64x64", "32x64", "128x64", "one tile"],
+)
+@pytest.mark.parametrize(("sizes", "in_features", "gated"), SHAPES[:4] + SHAPES[6:])
+def test_configurations_for_many_rows_match_float64(
+    sizes: tuple[int, ...],
+    in_features: int,
+    gated: bool,
+    config: tuple[int, int, int, int, int],
+    num_tokens: int,
+) -> None:
+    rows, block_k, warps, splits, stages = config
+    if block_k == 1024 and num_tokens > 64:
+        block_k, splits = 256, 0
+    chosen = TileGemmConfig(rows, block_k, warps, splits or -(-in_features // block_k), stages)
+    x, weights, options = make_call(sizes, in_features, gated, num_tokens, torch.bfloat16)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+    gain = options.pop("norm_weight")
+    outs = [
+        _launch_fused_linear(x, weights, [], gain, **options, counters=counters, config=chosen)
+        for _ in range(2)
+    ]
+    assert torch.equal(*outs) and not counters.any()
+    low = fused_linear_reference(x, weights, [], gain, **options)
+    h = x.double()
+    h = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+    residual = options.pop("residual").double()
+    options = {"activation": options["activation"], "gated": gated, "residual": residual}
+    want = fused_linear_reference(h, [w.double() for w in weights], [], **options)
+    rounding = torch.finfo(torch.bfloat16).eps / 2 * want.abs().max()
+    assert (outs[0] - want).abs().max() <= 2 * ((low - want).abs().max() + rounding)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 64])

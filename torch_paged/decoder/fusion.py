@@ -8,16 +8,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
 from torch_paged.decoder.slots import linear_slot, plain_slot
 
+# Says of a layer (output features over all parts, input features), and whether its two parts are
+# a gate and its up projection, that one kernel with the neighbours folded in pays.
+Pays = Callable[[tuple[int, int], bool], bool]
+
+
+def always(shape: tuple[int, int], gated: bool) -> bool:
+    """Fold the neighbours into every layer, as at small batch."""
+    return True
+
 
 @dataclass(frozen=True, slots=True)
 class FusionProfile:
-    """Which rules apply: linears take their neighbours at small batch, norms take adds always."""
+    """Which rules apply: linears that `linears` says pay take neighbours, norms take adds always.
 
-    linears: bool
+    `linears` None leaves all linears to torch.
+    """
+
+    linears: Pays | None
     add_norm: bool = True
 
 
@@ -27,8 +40,10 @@ Rule = Callable[[Instruction, Instruction, Counter[str]], "Instruction | None"]
 def fuse(plan: Plan, profile: FusionProfile) -> Plan:
     """Return `plan` with the rules of `profile` applied until none fits."""
     rules: list[Rule] = []
-    if profile.linears:
-        rules += [_norm_linear, _linear_glu, _linear_activation, _linear_residual]
+    pays = profile.linears
+    if pays is not None:
+        folds = (_norm_linear, _linear_glu, _linear_activation, _linear_residual)
+        rules += [partial(fold, pays=pays) for fold in folds]
     if profile.add_norm:
         rules += [_add_norm]
     instructions = list(plan.instructions)
@@ -50,15 +65,19 @@ def _apply(rule: Rule, instructions: list[Instruction], result: str) -> list[Ins
     return out
 
 
-def _fusable(linear: Linear) -> bool:
+def _fusable(linear: Linear, pays: Pays) -> bool:
     modules = [part.ref.module for part in linear.parts]
     if any(linear_slot(module).kind != "fused" for module in modules):
         return False
-    return len({module.weight.dtype for module in modules}) == 1
+    if len({module.weight.dtype for module in modules}) != 1:
+        return False
+    shape = (sum(m.weight.shape[0] for m in modules), modules[0].weight.shape[1])
+    # Two projections of one source are a gate and its up projection in every family.
+    return pays(shape, len(modules) == 2)
 
 
 def _norm_linear(
-    first: Instruction, second: Instruction, uses: Counter[str]
+    first: Instruction, second: Instruction, uses: Counter[str], pays: Pays
 ) -> Instruction | None:
     if not isinstance(first, Norm) or not isinstance(second, Linear):
         return None
@@ -66,7 +85,7 @@ def _norm_linear(
         return None
     if first.spec.kind != "rms" or plain_slot(first.spec.ref.module).kind != "fused":
         return None
-    if not _fusable(second) or not _same_dtype(first, second):
+    if not _fusable(second, pays) or not _same_dtype(first, second):
         return None
     return replace(second, source=first.source, norm=first.spec)
 
@@ -76,10 +95,12 @@ def _same_dtype(norm: Norm, linear: Linear) -> bool:
     return gain is None or gain.dtype == linear.parts[0].ref.module.weight.dtype
 
 
-def _linear_glu(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+def _linear_glu(
+    first: Instruction, second: Instruction, uses: Counter[str], pays: Pays
+) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Glu):
         return None
-    if len(first.parts) != 2 or second.projections != first.targets or not _fusable(first):
+    if len(first.parts) != 2 or second.projections != first.targets or not _fusable(first, pays):
         return None
     if any(uses[target] != 1 for target in first.targets):
         return None
@@ -87,11 +108,11 @@ def _linear_glu(first: Instruction, second: Instruction, uses: Counter[str]) -> 
 
 
 def _linear_activation(
-    first: Instruction, second: Instruction, uses: Counter[str]
+    first: Instruction, second: Instruction, uses: Counter[str], pays: Pays
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Activate):
         return None
-    if len(first.parts) != 1 or first.targets != (second.source,) or not _fusable(first):
+    if len(first.parts) != 1 or first.targets != (second.source,) or not _fusable(first, pays):
         return None
     if first.activation is not None or uses[second.source] != 1:
         return None
@@ -99,11 +120,11 @@ def _linear_activation(
 
 
 def _linear_residual(
-    first: Instruction, second: Instruction, uses: Counter[str]
+    first: Instruction, second: Instruction, uses: Counter[str], pays: Pays
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Add):
         return None
-    if len(first.parts) != 1 or first.targets != (second.right,) or not _fusable(first):
+    if len(first.parts) != 1 or first.targets != (second.right,) or not _fusable(first, pays):
         return None
     if first.activation is not None or second.multiplier != 1.0 or uses[second.right] != 1:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_paged.cache.pool import LayerShape
 from torch_paged.decoder.bind import BoundPlan, Visitor, bind_plan
-from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.fusion import FusionProfile, Pays, always, fuse
 from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.plan import Mode, Plan, lower
@@ -18,9 +19,7 @@ from torch_paged.decoder.slots import SlotKind, linear_slot, plain_slot
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import ModuleWatch, spec_modules
 from torch_paged.log import debug_once
-
-# Past this many rows cuBLAS wins over the fused linear kernels (see benchmarks/ops_linear.py).
-FUSED_LINEAR_MAX_ROWS = 64
+from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
 
 
 class SlotRow(NamedTuple):
@@ -37,7 +36,8 @@ class DecoderStep:
     Args:
         root: the model, watched for replaced modules, hooks and moved parameters.
         spec: what `patches` read from it.
-        fuse_linears: None fuses on CUDA at up to `FUSED_LINEAR_MAX_ROWS` rows; a bool forces it.
+        fuse_linears: None folds a linear's neighbours into it on CUDA where the op has a kernel
+            that pays at the number of rows; a bool forces it for all.
     """
 
     # The keys and values of a spec are those that the model keeps in a cache of its own.
@@ -50,7 +50,7 @@ class DecoderStep:
         self.watch = ModuleWatch(root, spec)
         self._fuse_linears = fuse_linears
         self._binding: Binding | None = None
-        self._bound: dict[tuple[Mode, bool], BoundPlan] = {}
+        self._bound: dict[tuple[Mode, int], BoundPlan] = {}
         self._host: dict[int, HostStep | None] = {}
         self._key: tuple[object, ...] = ()
 
@@ -121,22 +121,38 @@ class DecoderStep:
 
     def plan(self, mode: Mode, num_rows: int) -> Plan:
         """Return the plan that serves `num_rows` rows in `mode`."""
-        return fuse(lower(self.spec, mode), FusionProfile(self._fuses(mode, num_rows)))
+        return self._plan(mode, self._fused_rows(mode, num_rows))
 
-    def _fuses(self, mode: Mode, num_rows: int) -> bool:
-        if mode == "prefill":
-            return False
-        if self._fuse_linears is not None:
-            return self._fuse_linears
-        return self.device.type == "cuda" and num_rows <= FUSED_LINEAR_MAX_ROWS
+    def _plan(self, mode: Mode, fused_rows: int) -> Plan:
+        linears: Pays | None = None
+        if fused_rows:
+            linears = always
+        if fused_rows > ALWAYS_KERNEL_ROWS:
+            linears = partial(kernel_serves, self.device, self.dtype, fused_rows)
+        return fuse(lower(self.spec, mode), FusionProfile(linears))
+
+    def _fused_rows(self, mode: Mode, num_rows: int) -> int:
+        """Return up to how many rows the plan folds neighbours into its linears; 0: it does not.
+
+        One plan serves all numbers of rows that this rounds up to the same.
+        """
+        forced = self._fuse_linears
+        if mode == "prefill" or forced is False:
+            return 0
+        if forced:
+            return ALWAYS_KERNEL_ROWS
+        if self.device.type != "cuda" or num_rows > MAX_KERNEL_ROWS:
+            return 0
+        return ALWAYS_KERNEL_ROWS if num_rows <= ALWAYS_KERNEL_ROWS else MAX_KERNEL_ROWS
 
     def _bound_plan(self, mode: Mode, num_rows: int) -> BoundPlan:
-        key = (mode, self._fuses(mode, num_rows))
-        bound = self._bound.get(key)
+        fused_rows = self._fused_rows(mode, num_rows)
+        bound = self._bound.get((mode, fused_rows))
         if bound is None:
             if self._binding is None:
                 raise RuntimeError("DecoderStep.bind must be called before a step runs")
-            bound = self._bound[key] = bind_plan(self.plan(mode, num_rows), self._binding)
+            bound = bind_plan(self._plan(mode, fused_rows), self._binding)
+            self._bound[mode, fused_rows] = bound
         return bound
 
     def prefill(self, inputs: StepInputs) -> Tensor:

@@ -7,9 +7,10 @@
         | act(y_1)                      plain activation
     out = out + residual                optional
 
-Up to `MAX_KERNEL_ROWS` rows this is bound by the reading of the weights, and the kernels are built
-around that: `gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so,
-`tile_gemm.py` for more; `configs.py` chooses. Past it the reference runs (cuBLAS on a GPU).
+At few rows this is bound by the reading of the weights, and the kernels are built around that:
+`gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so, `tile_gemm.py`
+for more; `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows only shapes that were measured to
+win have a kernel, past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU).
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_paged.ops.fused_linear.configs import MAX_KERNEL_ROWS, NUM_COUNTERS
+from torch_paged.ops.fused_linear.configs import (
+    ALWAYS_KERNEL_ROWS,
+    MAX_KERNEL_ROWS,
+    NUM_COUNTERS,
+    kernel_serves,
+)
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.glu import ACTIVATIONS
@@ -201,8 +207,10 @@ def _validate_residual(x: torch.Tensor, residual: torch.Tensor, width: int) -> N
 
 
 __all__ = [
+    "ALWAYS_KERNEL_ROWS",
     "MAX_KERNEL_ROWS",
     "NUM_COUNTERS",
     "fused_linear",
     "fused_linear_reference",
+    "kernel_serves",
 ]

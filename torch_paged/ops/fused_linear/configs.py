@@ -11,13 +11,16 @@ from torch_paged.ops.fused_linear.table import TABLE
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
-MAX_KERNEL_ROWS = 64
+MAX_KERNEL_ROWS = 128
+
+# Up to this many every shape has a kernel; between the two only shapes that were measured to win.
+ALWAYS_KERNEL_ROWS = 64
 
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
 
 # The kernel keeps the order of a sum for a configuration, so few buckets make few orders.
-TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64)
+TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64, 128)
 
 
 class GemvConfig(NamedTuple):
@@ -46,7 +49,11 @@ class SmallGemmConfig(NamedTuple):
 
 
 class TileGemmConfig(NamedTuple):
-    """Tensor cores: tiles of `rows` output features x `block_k`, `stages` of them in flight."""
+    """Tensor cores: tiles of `rows` output features x `block_k`, `stages` of them in flight.
+
+    Where `block_k` x `splits` covers in_features there is one tile, and all of a program's weights
+    are in shared memory before the kernel waits for its predecessor.
+    """
 
     rows: int
     block_k: int
@@ -55,12 +62,17 @@ class TileGemmConfig(NamedTuple):
     stages: int
 
 
-Config = GemvConfig | SmallGemmConfig | TileGemmConfig
+class Composed(NamedTuple):
+    """No kernel: torch ops, which were quicker when measured."""
+
+
+Config = GemvConfig | SmallGemmConfig | TileGemmConfig | Composed
 
 KINDS: dict[str, type[Config]] = {
     "gemv": GemvConfig,
     "small_gemm": SmallGemmConfig,
     "tile_gemm": TileGemmConfig,
+    "torch": Composed,
 }
 
 
@@ -94,25 +106,43 @@ def device_key(device: torch.device) -> tuple[int, int]:
 
 def choose_config(
     key: tuple[int, int], problem: Problem, dtype: torch.dtype, can_split: bool
-) -> Config | None:
-    """Return the configuration for a problem; None: compose torch ops."""
+) -> Config:
+    """Return the configuration for a problem; `Composed`: torch ops."""
     if problem.num_tokens > MAX_KERNEL_ROWS:
-        return None
+        return Composed()
+    always = problem.num_tokens <= ALWAYS_KERNEL_ROWS
     if dtype == torch.float32:
-        return _gemv_rule(key, problem, 4)
+        return _gemv_rule(key, problem, 4) if always else Composed()
     # Triton has no batched tensor-core product before Ampere.
     if 0 < key[0] < 80:
-        return _gemv_rule(key, problem, 8) if problem.num_tokens <= 8 else None
+        return _gemv_rule(key, problem, 8) if problem.num_tokens <= 8 else Composed()
     config = _measured(key, problem)
     if config is None:
-        config = _rule(key, problem)
-    if not (can_split or isinstance(config, GemvConfig)):
+        config = _rule(key, problem) if always else Composed()
+    if isinstance(config, (SmallGemmConfig, TileGemmConfig)) and not can_split:
         config = config._replace(splits=1)
+        if not _reaches(config, problem):
+            config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
+
+
+def kernel_serves(
+    device: torch.device, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], gated: bool
+) -> bool:
+    """Say whether one kernel serves `num_tokens` rows of a layer, or torch ops do.
+
+    Args:
+        shape: output features over all weights, input features.
+    """
+    problem = Problem(num_tokens, *shape, gated)
+    return not isinstance(choose_config(device_key(device), problem, dtype, True), Composed)
 
 
 # How many half octaves, over both dimensions, a measured shape may be away.
 _NEAR = 4
+
+# Tiles this deep are for programs that have just one: several in flight would not fit.
+ONE_TILE_BLOCK_K = 256
 
 
 @functools.cache
@@ -120,17 +150,26 @@ def _measured(key: tuple[int, int], problem: Problem) -> Config | None:
     """Return the configuration measured on this kind of device for the nearest shape."""
     bucket = token_bucket(problem.num_tokens)
     n_class, k_class = size_class(problem.num_rows), size_class(problem.in_features)
-    distances = {
-        shape: abs(shape[1] - n_class) + abs(shape[2] - k_class)
-        for shape in TABLE.get(key, {})
-        if shape[0] == bucket and shape[3] == problem.gated
-    }
-    nearest = min(distances, key=distances.__getitem__, default=None)
-    if nearest is None or distances[nearest] > _NEAR:
-        return None
-    entry: tuple[Any, ...] = TABLE[key][nearest]
-    config: Config = KINDS[entry[0]](*entry[1:])
-    return config
+    found: dict[Config, int] = {}
+    for shape, entry in TABLE.get(key, {}).items():
+        distance = abs(shape[1] - n_class) + abs(shape[2] - k_class)
+        if shape[0] == bucket and shape[3] == problem.gated and distance <= _NEAR:
+            config = _config(entry)
+            if _reaches(config, problem):
+                found[config] = min(distance, found.get(config, distance))
+    return min(found, key=found.__getitem__, default=None)
+
+
+def _config(entry: tuple[Any, ...]) -> Config:
+    kind, *fields = entry
+    return KINDS[kind](*fields)
+
+
+def _reaches(config: Config, problem: Problem) -> bool:
+    """Say whether a configuration found for one in_features works at that of `problem`."""
+    if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
+        return True
+    return problem.in_features <= config.block_k * config.splits
 
 
 def size_class(size: int) -> int:

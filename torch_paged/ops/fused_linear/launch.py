@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_paged.ops.fused_linear.configs import (
     NUM_COUNTERS,
+    Composed,
     Config,
     GemvConfig,
     Problem,
@@ -60,9 +61,11 @@ def _launch_fused_linear(
     num_tokens, in_features = x.shape
     num_rows = sum(w.shape[0] for w in weights)
     problem = Problem(num_tokens, num_rows, in_features, gated)
-    if config is None and x.numel() and num_rows:
+    if not x.numel() or not num_rows:
+        config = Composed()
+    elif config is None:
         config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
-    if config is None:
+    if isinstance(config, Composed):
         return fused_linear_reference(
             x,
             weights,

@@ -1,4 +1,4 @@
-"""Plain-torch `fused_linear`: the CPU kernel, a budget for tests, the path past 64 rows."""
+"""Plain-torch `fused_linear`: the CPU kernel, a budget for tests, the path of many rows."""
 
 from __future__ import annotations
 
