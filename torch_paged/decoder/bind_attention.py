@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import Attention
 from torch_paged.decoder.spec import AttentionSpec
+from torch_paged.ops.paged_attention.whole_prompt import whole_prompt_attention
 from torch_paged.ops.unchecked import (
     fused_decode_attention,
     paged_prefill_attention,
@@ -129,6 +130,15 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     block_table, context_lens = binding.block_table(ins.layer), binding.state.context_lens
     table = binding.tables[ins.layer]
     width = spec.num_heads * spec.v_head_dim
+    plain = not (spec.softcap or spec.sinks)
+
+    def within(inputs: StepInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Attend within a whole prompt, where that needs no cache and is served."""
+        if not (inputs.whole_prompt and plain):
+            return None
+        if 0 < spec.window < query.shape[0]:
+            return None
+        return whole_prompt_attention(query, key, value, spec.scale)
 
     def call(values: Values, inputs: StepInputs) -> None:
         assert inputs.slot_mappings and inputs.cu_seqlens is not None
@@ -149,20 +159,22 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             cast_before_gain=norms.cast,
             interleaved=spec.interleaved,
         )
-        out = paged_prefill_attention(
-            query,
-            k_cache,
-            v_cache,
-            block_table,
-            inputs.slots,
-            inputs.cu_seqlens,
-            context_lens,
-            max_query_len=inputs.max_query_len,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=sinks,
-        )
-        values[target] = out.view(out.shape[0], width)
+        out = within(inputs, query, key, value)
+        if out is None:
+            out = paged_prefill_attention(
+                query,
+                k_cache,
+                v_cache,
+                block_table,
+                inputs.slots,
+                inputs.cu_seqlens,
+                context_lens,
+                max_query_len=inputs.max_query_len,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=sinks,
+            )
+        values[target] = out.reshape(out.shape[0], width)
 
     return call

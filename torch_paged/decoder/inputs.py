@@ -24,6 +24,8 @@ class StepInputs:
         last_index: int64 index of each row's last token in the packing, [num_rows], and behind
             these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
+        whole_prompt: the packing begins with one row of which the cache holds nothing yet, and
+            has no other.
     """
 
     slots: Tensor
@@ -34,6 +36,7 @@ class StepInputs:
     slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
+    whole_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,7 @@ class BatchRun:
             slot_mappings=tuple(mappings),
             last_index=last,
             max_query_len=max(length for _, _, length in group),
+            whole_prompt=starts == [0],
         )
         out = core.runner().prefill(inputs)
         ended = [

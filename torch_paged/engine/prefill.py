@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch_paged.decoder.inputs import StepInputs
 from torch_paged.engine.protocols import StepModel
 from torch_paged.graphs.buckets import pick_bucket
 from torch_paged.graphs.capture import GraphCache
+from torch_paged.ops.paged_attention.whole_prompt import WHOLE_PROMPT_TOKENS
 
 # Past the last bucket the device is busy for longer than the launches take, and activations of
 # that size should not stay in the graphs' pool.
@@ -21,6 +24,14 @@ BATCH_ROW_BUCKETS = (1, 8, 32)
 
 # A few rows in every size of step: admissions come in ones and twos, and a graph costs a capture.
 SERVING_ROW_BUCKETS = (8,)
+
+
+class Size(NamedTuple):
+    """What a graph is for: tokens and rows up to these, one whole prompt or anything."""
+
+    tokens: int
+    rows: int
+    whole_prompt: bool
 
 
 class CapturedPrefill:
@@ -47,16 +58,17 @@ class CapturedPrefill:
         self._device = device
         self._graphs = graphs
         self._row_buckets = tuple(row_buckets)
-        self._static: dict[tuple[int, int], StepInputs] = {}
-        self._sampled: dict[tuple[int, int], Tensor] = {}  # slots whose rows sample, else -1
-        self._logits: dict[tuple[int, int], Tensor] = {}  # static outputs of the graphs
-        self._met: set[tuple[int, int]] = set()
+        self._static: dict[Size, StepInputs] = {}
+        self._sampled: dict[Size, Tensor] = {}  # slots whose rows sample, else -1
+        self._logits: dict[Size, Tensor] = {}  # static outputs of the graphs
+        self._met: set[Size] = set()
+        self._met_lengths: set[int] = set()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Return logits [num_rows, vocab_size] of the last tokens, valid until the next launch."""
         size = self._met_before(inputs)
         if size is None:
-            return self._step.prefill(inputs)
+            return self._uncaptured(inputs)
         static = self._static[size]
         _load(static, inputs)
         key = (self._name, *size)
@@ -66,7 +78,7 @@ class CapturedPrefill:
 
         # The cache is written with the values that the replay writes again.
         if not self._graphs.prepare("a prefill", key, run, warmup=run):
-            return self._step.prefill(inputs)
+            return self._uncaptured(inputs)
         logits = self._graphs.replay(key)
         assert logits is not None
         self._logits[size] = logits
@@ -101,7 +113,18 @@ class CapturedPrefill:
         _put(sampled, slots, -1)
         self._graphs.replay(key)
 
-    def _met_before(self, inputs: StepInputs) -> tuple[int, int] | None:
+    def _uncaptured(self, inputs: StepInputs) -> Tensor:
+        """Run as it is, a whole prompt as one from the second time on that its length is met.
+
+        Attention within a prompt is planned for its length, which takes longer than it saves once.
+        """
+        tokens = inputs.max_query_len
+        if inputs.whole_prompt and tokens not in self._met_lengths:
+            self._met_lengths.add(tokens)
+            inputs = replace(inputs, whole_prompt=False)
+        return self._step.prefill(inputs)
+
+    def _met_before(self, inputs: StepInputs) -> Size | None:
         """Return the bucket of the inputs, with static inputs, from its second time on."""
         size = self._bucket(inputs)
         if size is None or size not in self._met:
@@ -110,24 +133,26 @@ class CapturedPrefill:
             return None
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
-            self._static[size] = _static_inputs(*size, num_tables, self._device)
+            self._static[size] = _static_inputs(size, num_tables, self._device)
             with torch.inference_mode(False):
                 self._sampled[size] = torch.full(
-                    (size[1],), -1, dtype=torch.int32, device=self._device
+                    (size.rows,), -1, dtype=torch.int32, device=self._device
                 )
         return size
 
-    def _bucket(self, inputs: StepInputs) -> tuple[int, int] | None:
+    def _bucket(self, inputs: StepInputs) -> Size | None:
         if inputs.ids is None:
             return None
         tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
         rows = pick_bucket(inputs.slots.shape[0], self._row_buckets)
-        return None if tokens is None or rows is None else (tokens, rows)
+        if tokens is None or rows is None:
+            return None
+        return Size(tokens, rows, inputs.whole_prompt and tokens >= WHOLE_PROMPT_TOKENS)
 
 
-def _static_inputs(
-    num_tokens: int, num_rows: int, num_tables: int, device: torch.device
-) -> StepInputs:
+def _static_inputs(size: Size, num_tables: int, device: torch.device) -> StepInputs:
+    num_tokens, num_rows, whole_prompt = size
+
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
 
@@ -140,6 +165,7 @@ def _static_inputs(
             slot_mappings=tuple(zeros(num_tokens, torch.int64) for _ in range(num_tables)),
             last_index=zeros(num_rows, torch.int64),
             max_query_len=num_tokens,
+            whole_prompt=whole_prompt,
         )
 
 

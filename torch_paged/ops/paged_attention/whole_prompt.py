@@ -1,0 +1,51 @@
+"""Causal attention within one whole prompt, of which the cache holds nothing yet.
+
+Nothing has to be looked up by blocks then, and from `WHOLE_PROMPT_TOKENS` on cuDNN's kernel is
+quicker than the paged one (benchmarks/ops_attention.py).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# Below it the two are alike, and cuDNN plans anew for each length.
+WHOLE_PROMPT_TOKENS = 1024
+
+
+@functools.cache
+def _hopper_or_newer(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def whole_prompt_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor | None:
+    """Attend causally within one prompt; None where cuDNN does not serve it.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], last dim contiguous; keys and values likewise
+            with num_kv_heads, which divides num_heads.
+        scale: of the scores.
+
+    Returns:
+        [num_tokens, num_heads, v_head_dim], dtype of `query`.
+    """
+    if query.shape[0] < WHOLE_PROMPT_TOKENS or query.dtype == torch.float32 or not query.is_cuda:
+        return None
+    if not _hopper_or_newer(query.device.index or 0):
+        return None
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    if not torch.backends.cuda.can_use_cudnn_attention(parameters):
+        return None
+    # Not through scaled_dot_product_attention: choosing a backend there is global state.
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, False, is_causal=True, scale=scale
+    )[0]
+    heads: torch.Tensor = out.squeeze(0).transpose(0, 1)
+    return heads
+
+
+__all__ = ["WHOLE_PROMPT_TOKENS", "whole_prompt_attention"]
