@@ -44,34 +44,14 @@ FUSED = {
     "vaultgemma",
 }
 
-# Layers that keep more than keys and values.
+# Layers that keep what neither the paged cache nor the states by slot hold.
 _STATE = (
     "axk2",
-    "bailing_hybrid",
-    "bamba",
     "deepseek_v32",
     "deepseek_v4",
-    "falcon_h1",
     "glm_moe_dsa",
-    "granitemoehybrid",
     "hy_v4",
-    "inkling_text",
-    "jamba",
-    "kimi_linear",
-    "lara_mini",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
     "llama4_text",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "recurrent_gemma",
-    "zamba2",
-    "zaya",
     "minimax_m3_vl_text",
 )
 
@@ -118,6 +98,9 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(_STATE, "a state of their own"),
     **dict.fromkeys(_POSITIONS, "its forward takes no position_ids"),
     **dict.fromkeys(_INTERFACE, "go through the attention interface"),
+    "inkling_text": "attention takes 'position_bias'",
+    "minimax": "does not run with switched attention",
+    "recurrent_gemma": "keeps its state outside the cache",
     "doge": "a mask of the model's own making",
     "falcon": "does not run with switched attention",
     "gemma4_unified": "does not run with switched attention",
@@ -127,6 +110,7 @@ REASONS: dict[str, str] = {
 }
 if Version(transformers.__version__) < Version("5.24"):
     REASONS |= dict.fromkeys(("codegen", "gptj"), "go through the attention interface")
+    REASONS["recurrent_gemma"] = "a state of their own"
 
 
 def tier(model_type: str) -> str:

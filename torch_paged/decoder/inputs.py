@@ -24,6 +24,7 @@ class StepInputs:
         last_index: int64 index of each row's last token in the packing, [num_rows], and behind
             these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
+        lengths: tokens of each row, where the host knows them.
         whole_prompt: the packing begins with one row of which the cache holds nothing yet, and
             has no other.
     """
@@ -36,6 +37,7 @@ class StepInputs:
     slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
+    lengths: tuple[int, ...] = ()
     whole_prompt: bool = False
 
 

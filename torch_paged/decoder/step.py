@@ -42,6 +42,8 @@ class DecoderStep:
 
     # The keys and values of a spec are those that the model keeps in a cache of its own.
     fills_caches = True
+    # All that its layers keep is keys and values.
+    keeps_state = False
 
     def __init__(
         self, root: nn.Module, spec: DecoderSpec, *, fuse_linears: bool | None = None
@@ -154,6 +156,17 @@ class DecoderStep:
             bound = bind_plan(self._plan(mode, fused_rows), self._binding)
             self._bound[mode, fused_rows] = bound
         return bound
+
+    @property
+    def cache_layers(self) -> Sequence[int]:
+        """Of each layer, its number in the model's own cache."""
+        return range(len(self.spec.layers))
+
+    def fill_states(self, cache: object, slots: Tensor) -> None:
+        """Do nothing: there is no state besides keys and values."""
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Do nothing: there is no state besides keys and values."""
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""

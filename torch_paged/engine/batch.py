@@ -98,11 +98,6 @@ class BatchRun:
         return self._rows
 
     @property
-    def num_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return len(self._core.step.layer_shapes)
-
-    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._core.step.vocab_size
@@ -162,9 +157,15 @@ class BatchRun:
         self._core.state.write_blocks(updates)
         if copies:
             copy_pairs(self._core, copies)
+        if self._core.step.keeps_state:
+            slots = self._blocks.slots
+            pairs = torch.tensor([[slots[source] for source in sources], slots])
+            self._core.step.copy_states(*to_device(pairs, self._core.device))
 
     def _prefill_chunks(self, first_rows: Sequence[int]) -> Tensor:
         budget = self._core.config.max_num_batched_tokens
+        if self._core.step.keeps_state:
+            budget = sum(self._prompts.lengths)
         logits: list[Tensor] = []
         group: list[tuple[int, int, int]] = []  # (prompt, start, length)
         used = 0
@@ -224,6 +225,7 @@ class BatchRun:
             slot_mappings=tuple(mappings),
             last_index=last,
             max_query_len=max(length for _, _, length in group),
+            lengths=tuple(length for _, _, length in group),
             whole_prompt=starts == [0],
         )
         out = core.runner().prefill(inputs)

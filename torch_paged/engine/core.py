@@ -273,7 +273,9 @@ class EngineCore:
             max_tokens = SHORT_TOKENS
         max_blocks = -(-max_tokens // self.config.block_size)
         num_held = self._slots.num_slots - self._slots.num_free
-        num_seqs = max(num_held + num_seqs, self.config.max_num_seqs)
+        num_seqs = num_held + num_seqs
+        if not self.step.keeps_state:  # a state can be as large as thousands of tokens
+            num_seqs = max(num_seqs, self.config.max_num_seqs)
         num_eos_ids = max(num_eos_ids, DEFAULT_EOS_IDS)
         old = self._state
         if old is not None:

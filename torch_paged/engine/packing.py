@@ -81,6 +81,7 @@ def pack_chunks(
         slot_mappings=tuple(mappings),
         last_index=wanted,
         max_query_len=max(lengths),
+        lengths=tuple(lengths),
         whole_prompt=starts == [0],
     )
     return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions, following)

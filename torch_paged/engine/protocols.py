@@ -35,6 +35,15 @@ class StepModel(Protocol):
         ...
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether layers keep a state by slot besides keys and values.
+
+        Prompts are then computed whole and each from its first token, and what goes on from a row
+        in another slot needs `copy_states`.
+        """
+        ...
+
+    @property
     def storage_key(self) -> tuple[object, ...]:
         """Equal for two runs that may share a captured graph."""
         ...
@@ -53,6 +62,10 @@ class StepModel(Protocol):
 
     def tensors(self) -> Sequence[Tensor]:
         """Return the parameters and buffers that a step reads."""
+        ...
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Let slots `targets` [n] go on from the states that `sources` [n] have now."""
         ...
 
     def prefill(self, inputs: StepInputs) -> Tensor:

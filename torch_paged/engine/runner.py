@@ -160,7 +160,8 @@ class CapturedRunner:
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._prefill(inputs)
+        # The padding tokens of a bucket would go into the states.
+        return self._step.prefill(inputs) if self._step.keeps_state else self._prefill(inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         bucket = pick_bucket(len(rows), self._buckets)
@@ -189,7 +190,7 @@ class CapturedRunner:
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
     ) -> None:
-        if score is not None:
+        if score is not None or self._step.keeps_state:
             # Logits of a whole prompt should not stay in the graphs' pool.
             self._eager.serve_prefill(inputs, end, score)
             return

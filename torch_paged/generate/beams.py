@@ -116,7 +116,7 @@ def _run(model: Any, session: Session, call: Call) -> Any:
             **kwargs,
         )
         if keeps != "nothing":
-            fill_cache(cache, run, columns, stand_in.num_steps, session.step.dtype)
+            fill_cache(cache, run, columns, stand_in.num_steps, session.step)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)
     return output

@@ -180,13 +180,17 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         return []
     real = mask != 0
     empty = ~real.any(-1)
-    has_window = session.step.has_window
-    holes = (real[:, 1:] < real[:, :-1]).any() if has_window else torch.tensor(False)
+    step = session.step
+    counts_places = step.has_window or step.keeps_state
+    holes = (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False)
     right = (~real[:, -1] & ~empty).any()
     right_padded, holed = torch.stack([right.cpu(), holes.cpu()]).tolist()
     if right_padded:
         return ["right padding"]
-    return ["a mask with holes and a sliding window"] if holed else []
+    if not holed:
+        return []
+    what = "a sliding window" if step.has_window else "layers with a state"
+    return [f"a mask with holes and {what}"]
 
 
 def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
@@ -205,6 +209,9 @@ def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
             why.append(f"{type(criterion).__name__} runs between the steps")
     if config.return_dict_in_generate and (config.output_scores or config.output_logits):
         why.append("scores or logits are returned")
+    given = seams.cache_is_user_defined(seams.call_cache(call.model_kwargs))
+    if session.step.keeps_state and (config.return_dict_in_generate or given):
+        why.append("states are returned, which no step may run ahead of")
     if call.input_ids.device != session.step.device:
         why.append(f"input_ids are on {call.input_ids.device}")
     if why:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchRun, Keeps
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.packed_prompts import CachedKV
 from torch_paged.patches import seams
+from torch_paged.patches.patched_step import PatchedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,14 @@ def cached_kv(cache: Any, columns: Columns) -> CachedKV:
 
 
 def fill_cache(
-    cache: Any, run: BatchRun, columns: Columns, num_steps: int, dtype: torch.dtype
+    cache: Any,
+    run: BatchRun,
+    columns: Columns,
+    num_steps: int,
+    step: DecoderStep | PatchedStep,
 ) -> None:
     """Append what a run computed to the call's cache, each token in its column."""
+    dtype = step.dtype
     num_rows, num_columns = len(run.rows), columns.num_new + num_steps - 1
     index = None
     if columns.real is not None:
@@ -122,9 +129,10 @@ def fill_cache(
             tokens = padded.index_copy_(0, index, tokens)
         return tokens.reshape(shape).transpose(1, 2).contiguous()
 
-    for layer in range(run.num_layers):
+    for layer, number in enumerate(step.cache_layers):
         keys, values = run.gather_kv(layer, num_steps)
-        cache.update(in_columns(keys), in_columns(values), layer)
+        cache.update(in_columns(keys), in_columns(values), number)
+    step.fill_states(cache, run.rows.index)
 
 
 def _flat(real: Tensor | None, start: int, stop: int | None) -> Tensor | None:

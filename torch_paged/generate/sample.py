@@ -132,7 +132,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         if call.streamer is not None:
             call.streamer.end()
         if keeps != "nothing":
-            fill_cache(cache, run, columns, num_steps, session.step.dtype)
+            fill_cache(cache, run, columns, num_steps, session.step)
         if not config.return_dict_in_generate:
             return sequences
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)

@@ -81,11 +81,13 @@ class Probe:
         reads_masks: let the model build its masks, and take the windows from them.
         layers: id of an attention module -> its layers of the cache, one for each of its calls.
         cache: what the model believes to be its cache.
+        cache_layers: numbers that the model's cache gives to its layers with keys and values.
         keeps_what_it_attends: each call attends to exactly what the model just put in its cache.
     """
 
     cache: PassThroughCache
     reads_masks: bool = False
+    cache_layers: tuple[int, ...] = ()
     layers: dict[int, list[int]] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -96,8 +98,8 @@ class Probe:
     ) -> Tensor:
         self.layers.setdefault(id(module), []).append(len(self.calls))
         self.calls.append(call)
-        layer, held = len(self.calls) - 1, self.cache.held
-        if len(held) != len(self.calls) or held[-1][0] != layer:
+        held, numbers = self.cache.held, self.cache_layers[: len(self.calls)]
+        if tuple(layer for layer, *_ in held) != numbers:
             self.keeps_what_it_attends = False
         elif held[-1][1] is not k or held[-1][2] is not v:
             self.keeps_what_it_attends = False

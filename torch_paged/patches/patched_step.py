@@ -13,17 +13,22 @@ from torch_paged.cache.pool import LayerShape
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.watch import ModuleWatch
 from torch_paged.patches.attention_switch import PagedRun, Probe, paged_attention
+from torch_paged.patches.mixer_states import MixerStates
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import (
     CACHE_NAMES,
     PassThroughCache,
+    StateCache,
     cache_windows,
     forward_arguments,
+    layers_with_keys,
+    layers_with_state,
 )
 
 _PROBE_TOKENS = 4
-# Layer types whose state is the keys and values that attention sees.
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
+# Layer types whose state is the keys and values that attention sees, and what StateCache keeps.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
+_KNOWN_LAYERS |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 
 
 class PatchedStep:
@@ -34,6 +39,8 @@ class PatchedStep:
 
     Attributes:
         fills_caches: what attention reads is what the model keeps in a cache of its own.
+        cache_layers: of each layer of ours, its number in the model's cache.
+        keeps_state: layers keep a state besides keys and values; see `StepModel`.
 
     Raises:
         SpecRefusal: the forward does not go through the attention interface as it must.
@@ -46,15 +53,25 @@ class PatchedStep:
         self._key: tuple[object, ...] = ()
         self._cache_name = _cache_argument(model)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
-        _refuse_other_state(model)
+        config = model.config.get_text_config()
+        _refuse_other_state(model, config)
+        self.keeps_state = bool(layers_with_state(config))
         # Without masks, as steps run; then with them, for what they would have hidden.
-        self._vocab_size = self._probe(model, Probe(PassThroughCache(notes=True)))
-        probe = Probe(PassThroughCache(notes=True), reads_masks=True)
+        self.cache_layers = tuple(layers_with_keys(config))
+        self._vocab_size = self._probe(model, Probe(self._noting_cache(config)))
+        cache = self._noting_cache(config)
+        probe = Probe(cache, reads_masks=True, cache_layers=self.cache_layers)
         self._probe(model, probe)
-        _check_windows(model.config.get_text_config(), probe)
+        _check_windows(config, probe)
+        self._states: MixerStates | None = None
+        if isinstance(cache, StateCache):
+            self._states = MixerStates(config, cache)
         self.fills_caches = probe.keeps_what_it_attends
         self._layers, self.calls = probe.layers, tuple(probe.calls)
         self._windows = tuple(call.window for call in self.calls)
+
+    def _noting_cache(self, config: Any) -> PassThroughCache:
+        return StateCache(config, notes=True) if self.keeps_state else PassThroughCache(notes=True)
 
     @property
     def model(self) -> Any:
@@ -89,9 +106,22 @@ class PatchedStep:
 
     def bind(self, binding: Binding) -> None:
         self._binding = binding
+        if self._states is not None:
+            self._states.allocate(binding.state.max_num_seqs, self.device)
 
     def unbind(self) -> None:
         self._binding = None
+        if self._states is not None:
+            self._states.free()
+
+    def fill_states(self, cache: Any, slots: Tensor) -> None:
+        """Put the states of `slots` [num_rows] into a cache of the model's own."""
+        if self._states is not None:
+            self._states.fill(cache, slots)
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        if self._states is not None:
+            self._states.copy(sources, targets)
 
     def refresh(self) -> bool:
         key = self.watch.storage_key()
@@ -107,17 +137,35 @@ class PatchedStep:
         return self.watch.tensors()
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        assert inputs.positions is not None and inputs.last_index is not None
+        assert inputs.last_index is not None
+        if self._states is None:
+            return self._prompt_logits(inputs, PassThroughCache(), inputs.last_index)
+        # A mixer would carry its state from one packed prompt into the next.
+        parts, end = [], 0
+        for row, length in enumerate(inputs.lengths):
+            part, cache = _one_row(inputs, row, end, end + length), self._states.begin()
+            parts.append(self._prompt_logits(part, cache, None))
+            self._states.store(cache, part.slots)
+            end += length
+        return torch.cat(parts).index_select(0, inputs.last_index)
+
+    def _prompt_logits(
+        self, inputs: StepInputs, cache: PassThroughCache, wanted: Tensor | None
+    ) -> Tensor:
+        """Return logits of the `wanted` tokens of a packed prompt, or of all."""
+        assert inputs.positions is not None
         kwargs: dict[str, Any] = {"position_ids": inputs.positions[None].long()}
         if inputs.embeddings is not None:
             kwargs["inputs_embeds"] = inputs.embeddings[None]
         else:
             assert inputs.ids is not None
             kwargs["input_ids"] = inputs.ids[None]
+        if wanted is None:
+            return self._forward(inputs, False, cache, kwargs)[0]
         if self._keeps_logits:
-            kwargs["logits_to_keep"] = inputs.last_index
-            return self._forward(inputs, False, kwargs)[0]
-        return self._forward(inputs, False, kwargs)[0].index_select(0, inputs.last_index)
+            kwargs["logits_to_keep"] = wanted
+            return self._forward(inputs, False, cache, kwargs)[0]
+        return self._forward(inputs, False, cache, kwargs)[0].index_select(0, wanted)
 
     def decode(self, slots: Tensor) -> Tensor:
         assert self._binding is not None
@@ -127,14 +175,21 @@ class PatchedStep:
             "input_ids": state.last_token[rows][:, None],
             "position_ids": state.positions[rows][:, None].long(),
         }
-        return self._forward(StepInputs(slots), True, kwargs)[:, -1]
+        if self._states is None:
+            return self._forward(StepInputs(slots), True, PassThroughCache(), kwargs)[:, -1]
+        cache = self._states.load(slots)
+        logits = self._forward(StepInputs(slots), True, cache, kwargs)[:, -1]
+        self._states.store(cache, slots)
+        return logits
 
-    def _forward(self, inputs: StepInputs, decode: bool, kwargs: dict[str, Any]) -> Tensor:
+    def _forward(
+        self, inputs: StepInputs, decode: bool, cache: PassThroughCache, kwargs: dict[str, Any]
+    ) -> Tensor:
         assert self._binding is not None, "bind() comes first"
         model = self.model
         run = PagedRun(self._layers, self._windows, self._binding, inputs, decode)
         with paged_attention(model, run):
-            kwargs[self._cache_name] = PassThroughCache()
+            kwargs[self._cache_name] = cache
             return model(use_cache=True, return_dict=True, **kwargs).logits
 
     def _probe(self, model: Any, probe: Probe) -> int:
@@ -152,7 +207,10 @@ class PatchedStep:
                 f"its forward does not run with switched attention: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        num_layers = model.config.get_text_config().num_hidden_layers
+        config = model.config.get_text_config()
+        num_layers = len(self.cache_layers) if self.keeps_state else config.num_hidden_layers
+        if not num_layers:
+            raise SpecRefusal("none of its layers keeps keys and values")
         if len(probe.calls) < num_layers:
             raise SpecRefusal(
                 f"{len(probe.calls)} of {num_layers} layers go through the attention interface"
@@ -171,12 +229,27 @@ def _cache_argument(model: nn.Module) -> str:
     raise SpecRefusal("its forward takes no cache")
 
 
-def _refuse_other_state(model: Any) -> None:
-    config = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+def _one_row(inputs: StepInputs, row: int, start: int, end: int) -> StepInputs:
+    """Return one row of packed prompts as a packing of its own."""
+    assert inputs.positions is not None and inputs.cu_seqlens is not None
+    bounds = inputs.cu_seqlens[row : row + 2]
+    return StepInputs(
+        slots=inputs.slots[row : row + 1],
+        ids=None if inputs.ids is None else inputs.ids[start:end],
+        embeddings=None if inputs.embeddings is None else inputs.embeddings[start:end],
+        positions=inputs.positions[start:end],
+        cu_seqlens=bounds - bounds[0],
+        slot_mappings=tuple(mapping[start:end] for mapping in inputs.slot_mappings),
+        max_query_len=end - start,
+        lengths=(end - start,),
+    )
+
+
+def _refuse_other_state(model: Any, config: Any) -> None:
+    others = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if others:
         raise SpecRefusal(f"layers of type {', '.join(sorted(others))} keep a state of their own")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not layers_with_state(config):
         raise SpecRefusal("its layers keep a state of their own")
     if getattr(config, "num_kv_shared_layers", 0):
         raise SpecRefusal("its layers share keys and values")
@@ -193,7 +266,8 @@ def _refuse_other_state(model: Any) -> None:
 
 def _check_windows(config: Any, probe: Probe) -> None:
     """generate's own cache must not forget what the masks of a layer show."""
-    windows = cache_windows(config)
+    remembers = cache_windows(config)
+    windows = [remembers[layer] for layer in layers_with_keys(config)]
     if not any(windows):
         return
     for index, call in enumerate(probe.calls):
