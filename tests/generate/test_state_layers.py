@@ -59,8 +59,8 @@ def test_greedy_batches_equal_hugging_face(models, device, accelerate, lag: int)
         assert_path(fast, "device")
 
 
-# Shared attention between Mamba layers; layers that are only an MLP.
-@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
+# Shared attention between Mamba layers; layers that are only an MLP; no attention at all.
+@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h", "mamba2"])
 def test_other_orders_of_layers(model_type: str, device, accelerate) -> None:
     plain = copy.deepcopy(original(model_type)).to(device)
     fast = accelerate(copy.deepcopy(plain))

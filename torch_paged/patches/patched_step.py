@@ -26,6 +26,7 @@ from torch_paged.patches.seams import (
 )
 
 _PROBE_TOKENS = 4
+_NO_KEYS = LayerShape(1, 1, 1)
 # Layer types whose state is the keys and values that attention sees, and what StateCache keeps.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 _KNOWN_LAYERS |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -51,13 +52,17 @@ class PatchedStep:
         self.watch = ModuleWatch(model, None)
         self._binding: Binding | None = None
         self._key: tuple[object, ...] = ()
-        self._cache_name = _cache_argument(model)
-        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         config = model.config.get_text_config()
+        self.cache_layers = tuple(layers_with_keys(config))
+        arguments = forward_arguments(model)
+        self._takes_positions = "position_ids" in arguments
+        if not self._takes_positions and self.cache_layers:
+            raise SpecRefusal("its forward takes no position_ids")
+        self._cache_name = _cache_argument(model)
+        self._keeps_logits = "logits_to_keep" in arguments
         _refuse_other_state(model, config)
         self.keeps_state = bool(layers_with_state(config))
         # Without masks, as steps run; then with them, for what they would have hidden.
-        self.cache_layers = tuple(layers_with_keys(config))
         self._vocab_size = self._probe(model, Probe(self._noting_cache(config)))
         cache = self._noting_cache(config)
         probe = Probe(cache, reads_masks=True, cache_layers=self.cache_layers)
@@ -89,11 +94,12 @@ class PatchedStep:
 
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        return tuple(call.shape for call in self.calls)
+        # Blocks count the tokens of a model whose layers keep no keys at all, too.
+        return tuple(call.shape for call in self.calls) or (_NO_KEYS,)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        return self._windows
+        return self._windows or (0,)
 
     @property
     def has_window(self) -> bool:
@@ -154,7 +160,9 @@ class PatchedStep:
     ) -> Tensor:
         """Return logits of the `wanted` tokens of a packed prompt, or of all."""
         assert inputs.positions is not None
-        kwargs: dict[str, Any] = {"position_ids": inputs.positions[None].long()}
+        kwargs: dict[str, Any] = {}
+        if self._takes_positions:
+            kwargs["position_ids"] = inputs.positions[None].long()
         if inputs.embeddings is not None:
             kwargs["inputs_embeds"] = inputs.embeddings[None]
         else:
@@ -171,10 +179,9 @@ class PatchedStep:
         assert self._binding is not None
         state = self._binding.state
         rows = slots.clamp(min=0).long()
-        kwargs = {
-            "input_ids": state.last_token[rows][:, None],
-            "position_ids": state.positions[rows][:, None].long(),
-        }
+        kwargs = {"input_ids": state.last_token[rows][:, None]}
+        if self._takes_positions:
+            kwargs["position_ids"] = state.positions[rows][:, None].long()
         if self._states is None:
             return self._forward(StepInputs(slots), True, PassThroughCache(), kwargs)[:, -1]
         cache = self._states.load(slots)
@@ -196,7 +203,9 @@ class PatchedStep:
         """Let `probe` see one short forward; return the size of the vocabulary."""
         device = model.get_input_embeddings().weight.device
         ids = torch.arange(_PROBE_TOKENS, device=device)[None]
-        kwargs = {self._cache_name: probe.cache, "position_ids": ids}
+        kwargs: dict[str, Any] = {self._cache_name: probe.cache}
+        if self._takes_positions:
+            kwargs["position_ids"] = ids
         try:
             with torch.no_grad(), paged_attention(model, probe):
                 out = model(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
@@ -209,8 +218,6 @@ class PatchedStep:
             ) from error
         config = model.config.get_text_config()
         num_layers = len(self.cache_layers) if self.keeps_state else config.num_hidden_layers
-        if not num_layers:
-            raise SpecRefusal("none of its layers keeps keys and values")
         if len(probe.calls) < num_layers:
             raise SpecRefusal(
                 f"{len(probe.calls)} of {num_layers} layers go through the attention interface"
@@ -221,8 +228,6 @@ class PatchedStep:
 
 def _cache_argument(model: nn.Module) -> str:
     arguments = forward_arguments(model)
-    if "position_ids" not in arguments:
-        raise SpecRefusal("its forward takes no position_ids")
     for name in CACHE_NAMES:
         if name in arguments:
             return name

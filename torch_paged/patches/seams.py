@@ -40,8 +40,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-# 5.24 renamed the forward argument and the output field `past_key_values` to `cache`.
-CACHE_NAMES = ("cache", "past_key_values")
+# 5.24 renamed the forward argument and the output field `past_key_values`, in models without
+# attention `cache_params`, to `cache`.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 _OUTPUT_FIELDS = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
 _OUTPUT_CACHE_FIELD = next(name for name in CACHE_NAMES if name in _OUTPUT_FIELDS)
