@@ -9,13 +9,16 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo3Config,
     OlmoConfig,
     Phi3Config,
     PhiConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     SmolLM3Config,
     StableLmConfig,
@@ -66,6 +69,18 @@ _CONFIGS = {
     "stablelm": StableLmConfig(**_DIMS, rope_parameters=_PARTIAL, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**_DIMS, sliding_window=8),
     "nemotron": NemotronConfig(**_DIMS, head_dim=16),
+    "mixtral": MixtralConfig(**_DIMS, num_local_experts=5, sliding_window=8),
+    "gpt_oss": GptOssConfig(
+        **_DIMS, **_BOTH, head_dim=16, num_local_experts=6, num_experts_per_tok=3
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_DIMS,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
 }
 
 
@@ -144,6 +159,21 @@ def test_between_few_and_many_rows_each_layer_is_fused_where_that_pays():
     assert not any(i.norm or i.residual for i in linears if not i.gated)
     hidden = spec.embedding.module.weight.shape[1]
     assert ((2 * inner, hidden), True) in asked and ((hidden, inner), False) in asked
+
+
+def test_experts_add_the_residual_and_the_shared_expert():
+    plan = fuse(lower(read_spec(make_model("mixtral")), "decode"), FusionProfile(always))
+    layer = [str(i) for i in plan.instructions if i.targets[0] in ("r1", "y1", "w1", "h1")]
+    names = "model.layers.1"
+    assert layer == [
+        f"r1 = linear+add[{names}.self_attn.o_proj](a1, h0)",
+        f"y1 = rms_norm[{names}.post_attention_layernorm](r1)",
+        f"w1, e1 = route[{names}.mlp.gate: 2 of 5, softmax, normalised](y1)",
+        f"h1 = experts+add[{names}.mlp.experts: 5x80, silu](y1, w1, e1, r1)",
+    ]
+    plan = fuse(lower(read_spec(make_model("qwen2_moe")), "decode"), FusionProfile(always))
+    assert "f0 = experts+add[model.layers.0.mlp.experts: 5x24, silu](y0, w0, e0, s0)" in str(plan)
+    assert "s0 = sigmoid(sg0) * ds0" in str(plan)
 
 
 def test_a_hooked_linear_stays_out_of_the_fusions_and_is_called():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
+from torch_paged.decoder.bind_experts import bind_experts, bind_route, bind_sigmoid_gate
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import (
     Activate,
@@ -29,6 +30,7 @@ from torch_paged.decoder.plan import (
     RotaryTable,
     SelectLast,
 )
+from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
 from torch_paged.decoder.slots import linear_slot, plain_slot
 from torch_paged.decoder.spec import RotarySpec
 from torch_paged.ops.unchecked import (
@@ -114,6 +116,12 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
             return _bind_add(instruction)
         case Activate():
             return _bind_activate(instruction)
+        case Route():
+            return bind_route(instruction, binding)
+        case Experts():
+            return bind_experts(instruction)
+        case SigmoidGate():
+            return bind_sigmoid_gate(instruction)
         case SelectLast():
             return _bind_select_last(instruction)
         case LogitTransform():

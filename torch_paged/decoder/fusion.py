@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
+from torch_paged.decoder.plan_experts import Experts
 from torch_paged.decoder.slots import linear_slot, plain_slot
 
 # Says of a layer (output features over all parts, input features), and whether its two parts are
@@ -44,6 +45,7 @@ def fuse(plan: Plan, profile: FusionProfile) -> Plan:
     if pays is not None:
         folds = (_norm_linear, _linear_glu, _linear_activation, _linear_residual)
         rules += [partial(fold, pays=pays) for fold in folds]
+        rules += [_experts_residual]
     if profile.add_norm:
         rules += [_add_norm]
     instructions = list(plan.instructions)
@@ -91,8 +93,11 @@ def _norm_linear(
 
 
 def _same_dtype(norm: Norm, linear: Linear) -> bool:
+    """Say whether what the norm returns has the linear's dtype; a gain may be wider inside."""
     gain = getattr(norm.spec.ref.module, "weight", None)
-    return gain is None or gain.dtype == linear.parts[0].ref.module.weight.dtype
+    if gain is None or not norm.spec.cast_before_gain:
+        return True
+    return gain.dtype == linear.parts[0].ref.module.weight.dtype
 
 
 def _linear_glu(
@@ -129,6 +134,18 @@ def _linear_residual(
     if first.activation is not None or second.multiplier != 1.0 or uses[second.right] != 1:
         return None
     return replace(first, targets=(second.target,), residual=second.left)
+
+
+def _experts_residual(
+    first: Instruction, second: Instruction, uses: Counter[str]
+) -> Instruction | None:
+    if not isinstance(first, Experts) or not isinstance(second, Add):
+        return None
+    if second.right != first.target or first.residual is not None or uses[second.right] != 1:
+        return None
+    if second.multiplier != 1.0:
+        return None
+    return replace(first, target=second.target, residual=second.left)
 
 
 def _add_norm(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:

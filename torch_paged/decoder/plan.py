@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
     LinearSpec,
+    MlpSpec,
     ModuleRef,
     NormSpec,
     RotarySpec,
@@ -261,6 +263,9 @@ Instruction = (
     | Add
     | Glu
     | Activate
+    | Route
+    | Experts
+    | SigmoidGate
     | SelectLast
     | LogitTransform
 )
@@ -322,7 +327,7 @@ def _lower_layer(layer: LayerSpec, index: int, hidden: str) -> list[Instruction]
         entry = name("y")
     elif layer.parallel:
         entry = normed
-    fed = _extend(out, _lower_mlp(layer, index, entry))
+    fed = _extend(out, _lower_feed_forward(layer, index, entry))
     if layer.post_mlp_norm is not None:
         out.append(Norm(layer.post_mlp_norm, fed, name("dn")))
         fed = name("dn")
@@ -352,17 +357,37 @@ def _lower_attention(layer: LayerSpec, index: int, source: str) -> Iterator[Inst
     yield Linear((spec.output,), f"a{index}", (f"o{index}",))
 
 
-def _lower_mlp(layer: LayerSpec, index: int, source: str) -> Iterator[Instruction]:
+def _lower_feed_forward(layer: LayerSpec, index: int, source: str) -> Iterator[Instruction]:
     spec = layer.mlp
+    if isinstance(spec, MlpSpec):
+        yield from _lower_mlp(spec, str(index), source)
+        return
+    # Before the experts, which can then add it to their sum.
+    shared = None
+    if spec.shared is not None:
+        yield from _lower_mlp(spec.shared, f"s{index}", source)
+        shared = f"ds{index}"
+        if spec.shared_gate is not None:
+            yield Linear((spec.shared_gate,), source, (f"sg{index}",))
+            yield SigmoidGate(f"sg{index}", shared, f"s{index}")
+            shared = f"s{index}"
+    routing = (f"w{index}", f"e{index}")
+    yield Route(spec.router, source, routing)
+    yield Experts(spec, source, routing, f"ex{index}")
+    if shared is not None:
+        yield Add(shared, f"ex{index}", f"f{index}")
+
+
+def _lower_mlp(spec: MlpSpec, suffix: str, source: str) -> Iterator[Instruction]:
     if spec.gated:
         names = ("g", "u") if len(spec.inputs) == 2 else ("gu",)
-        values = tuple(f"{n}{index}" for n in names)
+        values = tuple(f"{n}{suffix}" for n in names)
         yield Linear(spec.inputs, source, values)
-        yield Glu(values, f"m{index}", spec.activation)
+        yield Glu(values, f"m{suffix}", spec.activation)
     else:
-        yield Linear(spec.inputs, source, (f"u{index}",))
-        yield Activate(f"u{index}", f"m{index}", spec.activation)
-    yield Linear((spec.output,), f"m{index}", (f"d{index}",))
+        yield Linear(spec.inputs, source, (f"u{suffix}",))
+        yield Activate(f"u{suffix}", f"m{suffix}", spec.activation)
+    yield Linear((spec.output,), f"m{suffix}", (f"d{suffix}",))
 
 
 def _lower_head(spec: DecoderSpec, mode: Mode, hidden: str) -> Iterator[Instruction]:

@@ -49,7 +49,8 @@ def override_reason(
     return ""
 
 
-def _parameter_reason(module: nn.Module) -> str:
+def parameter_reason(module: nn.Module) -> str:
+    """Say which parameter is not a plain floating tensor, or return ""."""
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -64,7 +65,7 @@ def linear_slot(module: nn.Module) -> Slot:
     """Fused only for a plain nn.Linear over plain floating tensors, without hooks."""
     if type(module) is not nn.Linear:
         return Slot("opaque", f"it is a {type(module).__name__}")
-    reason = override_reason(module) or _parameter_reason(module)
+    reason = override_reason(module) or parameter_reason(module)
     if not reason and module.weight.stride(-1) != 1:
         reason = "its weight is not contiguous"
     return Slot("opaque", reason) if reason else Slot("fused")
@@ -72,7 +73,7 @@ def linear_slot(module: nn.Module) -> Slot:
 
 def plain_slot(module: nn.Module) -> Slot:
     """Fused for a module whose class is known to the family row, if nothing overrides it."""
-    reason = override_reason(module) or _parameter_reason(module)
+    reason = override_reason(module) or parameter_reason(module)
     if reason:
         return Slot("opaque", reason)
     if isinstance(module, nn.LayerNorm):

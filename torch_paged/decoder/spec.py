@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,55 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How tokens choose their experts; see `torch_paged.ops.route_experts`.
+
+    Attributes:
+        ref: the module with the `weight` [num_experts, hidden_size] of the logits and, where it
+            has one, their `bias`.
+        correction: module and attribute of what is added to the scores for the choice alone.
+        float_logits: logits are computed in float32 whatever the dtype of the model.
+        float_weights: weights stay float32 instead of taking the dtype of the logits.
+    """
+
+    ref: ModuleRef
+    num_experts: int
+    top_k: int
+    scoring: Scoring
+    normalise: bool = False
+    scale: float = 1.0
+    correction: tuple[ModuleRef, str] | None = None
+    float_logits: bool = False
+    float_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A feed-forward block of experts, of which each token takes a few.
+
+    Attributes:
+        ref: the module with `gate_up_proj` [num_experts, 2 * inner, hidden_size] and `down_proj`
+            [num_experts, hidden_size, inner], and their biases under `..._bias` where it has them.
+        activation: as in `MlpSpec`, or "clamped_swiglu" with `alpha` and `limit`.
+        transposed: the last two dims of both matrices are the other way round.
+        interleaved: gate and up alternate; otherwise all of the gate comes first.
+        shared: an MLP that every token takes besides, added to the experts.
+        shared_gate: projection to one logit; its sigmoid is a factor on `shared`.
+    """
+
+    ref: ModuleRef
+    router: RouterSpec
+    inner: int
+    activation: Activation | Literal["clamped_swiglu"]
+    alpha: float = 1.0
+    limit: float = 0.0
+    transposed: bool = False
+    interleaved: bool = False
+    shared: MlpSpec | None = None
+    shared_gate: LinearSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -131,7 +181,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | ExpertsSpec
     input_norm: NormSpec | None
     mlp_norm: NormSpec | None
     post_attention_norm: NormSpec | None = None

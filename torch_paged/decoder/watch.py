@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_paged.decoder.slots import hook_dicts
-from torch_paged.decoder.spec import DecoderSpec, ModuleRef
+from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, MlpSpec, ModuleRef
 
 
 def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
@@ -20,12 +20,21 @@ def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
     for layer in spec.layers:
         attention = layer.attention
         refs += [p.ref for p in (*attention.projections, attention.output)]
-        refs += [p.ref for p in (*layer.mlp.inputs, layer.mlp.output)]
+        refs += _mlp_modules(layer.mlp)
         refs += [attention.sinks[0]] if attention.sinks else []
         norms += [layer.input_norm, layer.mlp_norm, layer.post_attention_norm]
         norms += [layer.post_mlp_norm, attention.q_norm, attention.k_norm]
     refs += [norm.ref for norm in norms if norm is not None]
     return list({id(ref.module): ref for ref in refs}.values())
+
+
+def _mlp_modules(mlp: MlpSpec | ExpertsSpec) -> list[ModuleRef]:
+    if isinstance(mlp, MlpSpec):
+        return [p.ref for p in (*mlp.inputs, mlp.output)]
+    refs = [mlp.router.ref, mlp.ref]
+    refs += [mlp.router.correction[0]] if mlp.router.correction else []
+    refs += [mlp.shared_gate.ref] if mlp.shared_gate else []
+    return refs + (_mlp_modules(mlp.shared) if mlp.shared else [])
 
 
 class ModuleWatch:

@@ -12,10 +12,12 @@ from torch_paged.ops.registration import registered
 
 for _name in (
     "embed",
+    "experts",
     "fused_linear",
     "glu",
     "paged_attention",
     "rms_norm",
+    "route_experts",
     "rotary_cache_write",
     "rotary_table",
 ):
@@ -24,10 +26,12 @@ for _name in (
 activation = registered("activation")
 add_rms_norm = registered("add_rms_norm")
 embed = registered("embed")
+experts = registered("experts")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
+route_experts = registered("route_experts")
 rotary_cache_write = registered("rotary_cache_write")
 rotary_table = registered("rotary_table")

@@ -26,6 +26,7 @@ from torch_paged.patches.traits import (
     PLAIN_MLP,
     POST_NORMS,
     SHARED_NORM,
+    ExpertsNames,
     MlpNames,
     NormNames,
     Traits,
@@ -58,6 +59,21 @@ _COHERE = Traits(
 )
 _GLM = Traits(mlp=PACKED_MLP, interleaved=True)
 _SQUARED_RELU = Traits(norm_kind="layer", mlp=PLAIN_MLP)
+
+_GRANITE_EXPERTS = ExpertsNames(
+    "block_sparse_moe", "router", scoring="topk_softmax", normalise=False
+)
+_SHARED_GRANITE_EXPERTS = _GRANITE_EXPERTS._replace(
+    shared="shared_mlp", shared_mlp=MlpNames(("input_linear",), "output_linear")
+)
+_SOFTMAX_EXPERTS = ExpertsNames()
+_SIGMOID_EXPERTS = ExpertsNames(
+    scoring="sigmoid",
+    correction="e_score_correction_bias",
+    float_logits=True,
+    float_weights=True,
+    shared="mlp.shared_experts",
+)
 
 # (module under transformers.models, class) -> how it departs from Llama
 LLAMA_LIKE: dict[tuple[str, str], Traits] = {
@@ -118,6 +134,57 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ("arcee.modeling_arcee", "ArceeForCausalLM"): Traits(mlp=PLAIN_MLP),
     ("jais2.modeling_jais2", "Jais2ForCausalLM"): _SQUARED_RELU,
     ("nemotron.modeling_nemotron", "NemotronForCausalLM"): replace(_SQUARED_RELU, norm_offset=1.0),
+    ("mixtral.modeling_mixtral", "MixtralForCausalLM"): Traits(
+        window="config", experts=ExpertsNames(normalise=True, float_weights=True)
+    ),
+    ("qwen2_moe.modeling_qwen2_moe", "Qwen2MoeForCausalLM"): Traits(
+        window="module",
+        experts=ExpertsNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
+    ),
+    ("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeForCausalLM"): Traits(
+        head_norms=("q_norm", "k_norm"), window="module", experts=_SOFTMAX_EXPERTS
+    ),
+    ("olmoe.modeling_olmoe", "OlmoeForCausalLM"): Traits(
+        head_norms=("q_norm", "k_norm"),
+        head_norms_full=True,
+        experts=_SOFTMAX_EXPERTS,
+        absent=("clip_qkv",),
+    ),
+    ("flex_olmo.modeling_flex_olmo", "FlexOlmoForCausalLM"): replace(
+        _OLMO2, experts=_SOFTMAX_EXPERTS
+    ),
+    ("mellum.modeling_mellum", "MellumForCausalLM"): Traits(
+        head_norms=("q_norm", "k_norm"), window="module", experts=_SOFTMAX_EXPERTS
+    ),
+    ("gpt_oss.modeling_gpt_oss", "GptOssForCausalLM"): Traits(
+        cast_before_gain=False,
+        window="module",
+        sinks="sinks",
+        experts=ExpertsNames(
+            router="router", scoring="topk_softmax", normalise=False, clamped=True
+        ),
+    ),
+    ("granitemoe.modeling_granitemoe", "GraniteMoeForCausalLM"): Traits(
+        multipliers=True, experts=_GRANITE_EXPERTS
+    ),
+    ("granitemoeshared.modeling_granitemoeshared", "GraniteMoeSharedForCausalLM"): Traits(
+        multipliers=True, experts=_SHARED_GRANITE_EXPERTS
+    ),
+    ("dots1.modeling_dots1", "Dots1ForCausalLM"): Traits(
+        head_norms=("q_norm", "k_norm"), window="module", experts=_SIGMOID_EXPERTS
+    ),
+    ("glm4_moe.modeling_glm4_moe", "Glm4MoeForCausalLM"): Traits(
+        experts=_SIGMOID_EXPERTS, absent=("use_qk_norm",)
+    ),
+    ("ernie4_5_moe.modeling_ernie4_5_moe", "Ernie4_5_MoeForCausalLM"): Traits(
+        interleaved=True,
+        experts=ExpertsNames(
+            normalise=True,
+            correction="moe_statics.e_score_correction_bias",
+            float_logits=True,
+            shared="mlp.shared_experts",
+        ),
+    ),
 }
 
 

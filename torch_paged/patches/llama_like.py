@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from torch_paged.decoder.slots import override_reason
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -17,7 +19,9 @@ from torch_paged.decoder.spec import (
     NormSpec,
     RotarySpec,
 )
+from torch_paged.patches.experts import has_experts, read_experts
 from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.seams import is_output_capturing_hook
 from torch_paged.patches.traits import Traits
 
 # Rotary kinds whose frequencies do not depend on the length of the sequence.
@@ -139,7 +143,7 @@ def _read_layer(model: Any, index: int, table: int, traits: Traits) -> LayerSpec
 
     return LayerSpec(
         _read_attention(model, f"{prefix}.self_attn", table, traits),
-        _read_mlp(model, f"{prefix}.mlp", traits),
+        _read_feed_forward(model, prefix, traits),
         input_norm=named(names.input),
         mlp_norm=None if parallel else named(names.mlp),
         post_attention_norm=named(names.post_attention),
@@ -184,7 +188,17 @@ def _read_attention(model: Any, name: str, table: int, traits: Traits) -> Attent
         q_norm=norm(model, f"{name}.{norms[0]}", traits) if norms else None,
         k_norm=norm(model, f"{name}.{norms[1]}", traits) if norms else None,
         qk_norm_full=traits.head_norms_full,
+        sinks=None if traits.sinks is None else (_plain_ref(model, name), traits.sinks),
     )
+
+
+def _plain_ref(model: Any, name: str) -> ModuleRef:
+    """Return a module that only its parameters are taken of; its own forward must not matter."""
+    found = ref(model, name)
+    reason = override_reason(found.module, ignore_hook=is_output_capturing_hook)
+    if reason:
+        raise SpecRefusal(f"{name} cannot be bypassed: {reason}")
+    return found
 
 
 def _window(module: Any, config: Any, traits: Traits) -> int:
@@ -200,13 +214,20 @@ def _has_rotary(module: Any, window: int, traits: Traits) -> bool:
     return traits.rotary_layers == "all" or window > 0
 
 
-def _read_mlp(model: Any, name: str, traits: Traits) -> MlpSpec:
-    config, names = model.config, traits.mlp
-    hidden = config.hidden_size
-    inner = config.intermediate_size
+def _read_feed_forward(model: Any, layer: str, traits: Traits) -> MlpSpec | ExpertsSpec:
+    config, names = model.config, traits.experts
     activation = activation_of(
         getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     )
+    if names is not None and has_experts(model, layer, names):
+        return read_experts(model, layer, names, activation)
+    return _read_mlp(model, f"{layer}.mlp", traits, activation)
+
+
+def _read_mlp(model: Any, name: str, traits: Traits, activation: Activation) -> MlpSpec:
+    config, names = model.config, traits.mlp
+    hidden = config.hidden_size
+    inner = config.intermediate_size
     width = inner if len(names.inputs) == 2 or not names.gated else 2 * inner
     inputs = tuple(linear(model, f"{name}.{part}", hidden, width) for part in names.inputs)
     output = linear(model, f"{name}.{names.output}", inner, hidden)

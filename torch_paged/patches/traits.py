@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from torch_paged.decoder.spec import Scoring
+
 
 class NormNames(NamedTuple):
     """Names of a layer's norms; None where a family has none.
@@ -27,6 +29,33 @@ class MlpNames(NamedTuple):
     inputs: tuple[str, ...]
     output: str
     gated: bool = True
+
+
+class ExpertsNames(NamedTuple):
+    """Where a family's experts are and how its router chooses; see `RouterSpec`.
+
+    Attributes:
+        block: of the layer: the module with `router` and `experts`, or else a plain MLP.
+        normalise: None asks the router's `norm_topk_prob`.
+        correction: below the router, of the attribute that is added for the choice.
+        clamped: the experts clamp gate and up, as gpt-oss does.
+        shared: of the layer, the MLP that every token takes besides; it may be None there.
+        shared_mlp: names of its projections.
+        shared_gate: of the layer, the projection to its gate.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    experts: str = "experts"
+    scoring: Scoring = "softmax"
+    normalise: bool | None = None
+    correction: str | None = None
+    float_logits: bool = False
+    float_weights: bool = False
+    clamped: bool = False
+    shared: str | None = None
+    shared_mlp: MlpNames = MlpNames(("gate_proj", "up_proj"), "down_proj")
+    shared_gate: str | None = None
 
 
 PRE_NORMS = NormNames("input_layernorm", "post_attention_layernorm")
@@ -65,6 +94,8 @@ class Traits:
         fused_qkv: one module holds q, k and v.
         output: the projection behind attention.
         mlp: the feed-forward projections.
+        experts: the experts of layers that have them.
+        sinks: attention has learned sink logits under this name.
         interleaved: rotary turns neighbouring pairs instead of halves.
         rotary_layers: the layers with rotary: all, those whose attention says `use_rope`, or
             those with a window.
@@ -87,6 +118,8 @@ class Traits:
     fused_qkv: bool = False
     output: str = "o_proj"
     mlp: MlpNames = GATED_MLP
+    experts: ExpertsNames | None = None
+    sinks: str | None = None
     interleaved: bool = False
     rotary_layers: Literal["all", "use_rope", "windowed"] = "all"
     scaled_embedding: bool = False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_paged.decoder.inputs import Values
 from torch_paged.decoder.plan import Embed, Instruction, Linear, Norm, RotaryTable
+from torch_paged.decoder.plan_experts import Experts, Route
 from torch_paged.decoder.spec import DecoderSpec, ModuleRef
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.generate.check.own_calls import OwnCall, OwnForward
@@ -40,6 +41,17 @@ TITLES = {
     "gu": "gate and up in one projection",
     "m": "activation of the MLP",
     "d": "down projection",
+    "w": "weights of the experts",
+    "e": "choice of the experts",
+    "ex": "experts",
+    "gs": "gate projection of the shared expert",
+    "us": "up projection of the shared expert",
+    "gus": "gate and up of the shared expert in one projection",
+    "ms": "activation of the shared expert",
+    "ds": "down projection of the shared expert",
+    "sg": "gate on the shared expert",
+    "s": "gated shared expert",
+    "f": "experts with the shared one",
     "dn": "norm behind the MLP",
     "h": "residual behind the MLP",
     "cos": "rotary table (cos)",
@@ -78,6 +90,8 @@ def read_places(ins: Instruction) -> list[Place]:
     if isinstance(ins, Linear):
         refs = [ins.norm.ref] if ins.norm is not None else [part.ref for part in ins.parts]
         return [Place(ins.source, ref, False) for ref in refs]
+    if isinstance(ins, Route | Experts):
+        return [Place(ins.source, ins.spec.ref, False)]
     return []
 
 
@@ -90,6 +104,8 @@ def written_places(ins: Instruction) -> list[Place]:
         return [*summed, Place(ins.target, ins.spec.ref, True)]
     if isinstance(ins, Linear) and ins.activation is None and ins.residual is None:
         return [Place(t, part.ref, True) for t, part in zip(ins.targets, ins.parts, strict=True)]
+    if isinstance(ins, Experts) and ins.residual is None:
+        return [Place(ins.target, ins.spec.ref, True)]
     return []
 
 
