@@ -9,8 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
+from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
-from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.slots import plain_slot
+from torch_paged.ops.fused_linear import MAX_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,19 @@ def _fusable(linear: Linear) -> bool:
     modules = [part.ref.module for part in linear.parts]
     if any(linear_slot(module).kind != "fused" for module in modules):
         return False
-    return len({module.weight.dtype for module in modules}) == 1
+    held = [held_linear(module) for module in modules]
+    return len({linear.base.weight.dtype for linear in held}) == 1 and _fit_kernel(held)
+
+
+def _fit_kernel(linears: list[HeldLinear]) -> bool:
+    """Say whether one kernel can add the updates: one adapter each, in one dtype."""
+    if any(len(linear.updates) > 1 for linear in linears):
+        return False
+    updates = [linear.updates[0] for linear in linears if linear.updates]
+    if any(u.rank > MAX_RANK or not u.up.weight.is_contiguous() for u in updates):
+        return False
+    dtypes = {update.dtype for update in updates}
+    return not dtypes or dtypes in ({linears[0].base.weight.dtype}, {torch.float32})
 
 
 def _norm_linear(

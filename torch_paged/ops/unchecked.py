@@ -14,6 +14,7 @@ for _name in (
     "embed",
     "fused_linear",
     "glu",
+    "lora_shrink",
     "paged_attention",
     "rms_norm",
     "rotary_cache_write",
@@ -27,6 +28,7 @@ embed = registered("embed")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
+lora_shrink = registered("lora_shrink")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
 rotary_cache_write = registered("rotary_cache_write")

@@ -44,6 +44,7 @@ class PatchedStep:
         self.watch = ModuleWatch(model, None)
         self._binding: Binding | None = None
         self._key: tuple[object, ...] = ()
+        self._variant = 0
         self._cache_name = _cache_argument(model)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         _refuse_other_state(model)
@@ -93,7 +94,13 @@ class PatchedStep:
     def unbind(self) -> None:
         self._binding = None
 
+    @property
+    def variant(self) -> int:
+        return self._variant
+
     def refresh(self) -> bool:
+        # First: it may take an adapter out of the weights.
+        self._variant = self.watch.variant()
         key = self.watch.storage_key()
         moved = key != self._key
         self._key = key
