@@ -20,7 +20,7 @@ class SlotRow:
         module: dotted name in the model.
         kind: "fused" (read by one of our fused kernels), "generic" (one of our ops, unfused) or
             "opaque" (the module found there is called).
-        why: the reason where the kind is not "fused"; may be empty.
+        why: the reason where the kind is not "fused", or the adapters that are; may be empty.
     """
 
     module: str

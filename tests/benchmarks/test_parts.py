@@ -23,8 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     "decode",
     "host_overhead",
+    "lora",
     "ops_attention",
     "ops_linear",
+    "ops_lora",
     "prefill",
     "profile_step",
     "ragged",

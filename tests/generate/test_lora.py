@@ -17,15 +17,12 @@ NUM_TOKENS = 16
 
 
 def adapter_config(rank: int = 4, task_type: str | None = "CAUSAL_LM", **fields):
-    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    return peft.LoraConfig(
-        r=rank,
-        lora_alpha=16,
-        target_modules=targets,
-        init_lora_weights=False,
-        task_type=task_type,
-        **fields,
-    )
+    settings = {
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        "init_lora_weights": False,
+    }
+    return peft.LoraConfig(r=rank, task_type=task_type, **{**settings, **fields})
 
 
 def with_adapter(model, seed: int = 1, **fields):
@@ -115,6 +112,223 @@ def test_switching_between_two_adapters(base, batch, accelerate) -> None:
     assert not torch.equal(first, second)
     model.set_adapter("default")
     assert torch.equal(assert_same_as_a_copy(model, batch), first)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["gate_proj", "k_proj"], "rank": 1},
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"use_rslora": True, "lora_alpha": 3},
+        {"lora_dropout": 0.5},
+        {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"v_proj": 40}},
+        {"layers_to_transform": [1]},
+        {"init_lora_weights": "pissa"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_every_plain_form_is_fused(fields, base, batch, accelerate) -> None:
+    model = accelerate(with_adapter(base, **fields))
+    assert_same_as_a_copy(model, batch)
+    report = torch_paged.explain(model)
+    assert report.last_call.path == "fused"
+    assert {slot.kind for slot in report.slots} == {"fused"}
+    assert any("LoRA default" in slot.why for slot in report.slots)
+
+
+def test_two_adapters_at_once(base, batch, accelerate) -> None:
+    model = with_adapter(base, seed=1)
+    torch.manual_seed(2)
+    model.add_adapter("second", adapter_config(rank=2, target_modules=["q_proj", "gate_proj"]))
+    accelerate(model)
+    alone = assert_same_as_a_copy(model, batch)
+    model.base_model.set_adapter(["default", "second"])
+    both = assert_same_as_a_copy(model, batch)
+    assert not torch.equal(alone, both)
+    names = [slot.why for slot in torch_paged.explain(model).slots]
+    assert "with LoRA default (rank 4), second (rank 2)" in names
+
+
+def test_scale_of_an_adapter_is_changed(base, batch, accelerate) -> None:
+    model = accelerate(with_adapter(base))
+    before = assert_same_as_a_copy(model, batch)
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+    for layer in layers:
+        layer.scale_layer(0.25)
+    assert not torch.equal(assert_same_as_a_copy(model, batch), before)
+    for layer in layers:
+        layer.unscale_layer()
+    assert torch.equal(assert_same_as_a_copy(model, batch), before)
+
+
+def test_adapters_come_and_go_after_acceleration(base, batch, accelerate) -> None:
+    model = accelerate(with_adapter(base, seed=1))
+    first = assert_same_as_a_copy(model, batch)
+    torch.manual_seed(2)
+    model.add_adapter("second", adapter_config(rank=2))
+    assert torch.equal(assert_same_as_a_copy(model, batch), first)
+    model.set_adapter("second")
+    second = assert_same_as_a_copy(model, batch)
+    assert not torch.equal(second, first)
+    model.delete_adapter("second")
+    model.set_adapter("default")
+    assert torch.equal(assert_same_as_a_copy(model, batch), first)
+    torch.manual_seed(3)
+    model.add_adapter("second", adapter_config(rank=3))
+    model.set_adapter("second")
+    assert not torch.equal(assert_same_as_a_copy(model, batch), second)
+    assert torch_paged.explain(model).last_call.path == "fused"
+
+
+def test_disabling_takes_a_merged_adapter_out_of_the_weights(base, batch, accelerate) -> None:
+    ids, options = batch
+    plain = greedy(copy.deepcopy(base), ids, **options)
+    model = accelerate(with_adapter(base))
+    adapted = assert_same_as_a_copy(model, batch)
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert torch.equal(greedy(model, ids, **options), plain)
+        layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+        assert not any(layer.merged for layer in layers)
+    assert torch.equal(greedy(model, ids, **options), adapted)
+
+
+def test_an_adapter_in_another_dtype(base, batch, accelerate) -> None:
+    model = with_adapter(base)
+    for name, module in model.named_modules():
+        if "lora_A." in name or "lora_B." in name:
+            module.bfloat16()
+    accelerate(model)
+    assert_same_as_a_copy(model, batch)
+    assert torch_paged.explain(model).last_call.path == "fused"
+
+
+def test_a_float32_adapter_beside_half_weights(batch, device, accelerate) -> None:
+    ids, options = batch
+    base = tiny(LlamaConfig, 0, device).bfloat16()
+    model = accelerate(with_adapter(base, target_modules="all-linear"), verify=False)
+    layer = base.model.layers[0].self_attn.q_proj
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    wide = copy.deepcopy(model).float()
+    with torch.no_grad():
+        expected = wide(ids, attention_mask=options["attention_mask"]).logits[:, -1]
+        own = copy.deepcopy(model)(ids, attention_mask=options["attention_mask"]).logits[:, -1]
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=options["attention_mask"],
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert torch_paged.explain(model).last_call.path == "fused"
+    error = (out.logits[0].float() - expected).pow(2).mean().sqrt()
+    limit = (own.float() - expected).pow(2).mean().sqrt()
+    assert error <= 1.25 * limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"use_dora": True}, "its adapter default is of a variant, DoraLinearVariant"),
+        ({"lora_bias": True}, "its adapter default has a bias"),
+    ],
+    ids=["dora", "bias"],
+)
+def test_other_forms_are_called_as_they_are(fields, why, base, batch, accelerate) -> None:
+    model = accelerate(with_adapter(base, **fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name and name.endswith("bias"):
+                parameter.normal_()
+    assert_same_as_a_copy(model, batch)
+    report = torch_paged.explain(model)
+    assert report.last_call.path == "fused"
+    assert {slot.why for slot in report.slots if slot.kind == "opaque"} == {why}
+
+
+def test_embeddings_with_an_adapter_are_called_as_they_are(base, batch, accelerate) -> None:
+    model = with_adapter(base, target_modules=["embed_tokens", "q_proj"])
+    accelerate(model)
+    assert_same_as_a_copy(model, batch)
+    report = torch_paged.explain(model)
+    assert report.last_call.path == "fused"
+    assert [s.module for s in report.slots if s.kind == "opaque"] == ["model.embed_tokens"]
+    with model.disable_adapter():
+        assert_same_as_a_copy(model, batch)
+
+
+def test_a_saved_copy_of_a_module_follows_the_adapter(base, batch, accelerate) -> None:
+    ids, options = batch
+    plain = greedy(copy.deepcopy(base), ids, **options)
+    model = with_adapter(base, modules_to_save=["lm_head", "embed_tokens"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(-1)
+        model.base_model.model.model.embed_tokens.modules_to_save["default"].weight.mul_(2)
+    accelerate(model, on_unsupported="fallback")
+    adapted = assert_same_as_a_copy(model, batch)
+    with model.disable_adapter():
+        assert torch.equal(greedy(model, ids, **options), plain)
+    assert torch.equal(greedy(model, ids, **options), adapted)
+
+
+def test_rows_with_adapters_of_their_own_are_peft_s(base, batch, accelerate) -> None:
+    ids, options = batch
+    model = with_adapter(base, seed=1)
+    torch.manual_seed(2)
+    model.add_adapter("second", adapter_config(rank=2))
+    accelerate(model, on_unsupported="fallback")
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": options["attention_mask"],
+        "max_new_tokens": NUM_TOKENS,
+        "do_sample": False,
+        "adapter_names": ["second", "__base__"],
+    }
+    expected = copy.deepcopy(model).generate(**arguments)
+    assert torch.equal(model.generate(**arguments), expected)
+    assert_same_as_a_copy(model, batch)
+
+
+def test_an_engine_follows_the_adapter(base, device, accelerate) -> None:
+    model = with_adapter(base, seed=1)
+    torch.manual_seed(2)
+    model.add_adapter("second", adapter_config(rank=2))
+    # Two full blocks in common, which a prefix cache keeps.
+    ids = prompt(40, 3, device=device)
+    with torch_paged.Engine(model, enable_prefix_caching=True) as engine:
+
+        def run() -> list[int]:
+            name = engine.add_request(ids[0].tolist(), max_new_tokens=NUM_TOKENS)
+            return list(engine.run()[name].token_ids)
+
+        found = {}
+        for adapter in ("default", "second", "default", "second"):
+            model.set_adapter(adapter)
+            expected = greedy(copy.deepcopy(model), ids, num_tokens=NUM_TOKENS)
+            tokens = run()
+            assert tokens == expected[0, ids.shape[1] :].tolist()
+            assert found.setdefault(adapter, tokens) == tokens
+        assert found["default"] != found["second"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_of_an_adapter_wait_for_its_return(base, batch, accelerate) -> None:
+    model = with_adapter(base, seed=1)
+    torch.manual_seed(2)
+    model.add_adapter("second", adapter_config(rank=2))
+    accelerate(model)
+    for adapter in ("default", "second"):
+        model.set_adapter(adapter)
+        for _ in range(3):
+            assert_same_as_a_copy(model, batch)
+    graphs = torch_paged.stats(model).graphs
+    for adapter in ("default", "second", "default"):
+        model.set_adapter(adapter)
+        assert_same_as_a_copy(model, batch)
+    assert torch_paged.stats(model).graphs == graphs
+    assert torch_paged.stats(model).recaptures == 0
 
 
 def test_adapter_is_trained_between_generations(base, batch, device, accelerate) -> None:

@@ -27,6 +27,7 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
+from torch_paged.ops.lora_shrink import lora_shrink
 from torch_paged.ops.min_tokens import apply_min_tokens
 from torch_paged.ops.paged_attention.config import PrefillConfig
 from torch_paged.ops.paged_attention.decode_launch import _launch_fused_decode_attention
@@ -264,9 +265,12 @@ def _linear(
     gated: bool = False,
     extra: int = 0,
     norm: str = "gain",
+    ranks: tuple[int, ...] = (),
+    update_dtype: torch.dtype = HALF,
 ) -> None:
     """Two calls in a row, as the counters of the first must be zero for the second."""
     width = sizes[0] if gated else sum(sizes)
+    updates = [_randn(n, rank, dtype=update_dtype) for n, rank in zip(sizes, ranks, strict=False)]
     counters = _zeros(NUM_COUNTERS)
     weights = [_rows(n, in_features, extra=extra, dtype=dtype) for n in sizes]
     x = _rows(num_tokens, in_features, extra=extra, dtype=dtype)
@@ -282,6 +286,9 @@ def _linear(
             activation="silu" if gated else "",
             gated=gated,
             counters=counters,
+            lora_x=_randn(num_tokens, sum(ranks), dtype=torch.float32) if ranks else None,
+            updates=updates or None,
+            update_scales=[0.5] * len(updates),
             config=config,
         )
     assert not counters.cpu().any() and out.cpu().isfinite().all()
@@ -313,6 +320,27 @@ for _norm in ("plain", ""):
     _add(f"small_gemm-{_label}", _linear, _SMALL, 8, [40, 40], 520, gated=True, norm=_norm)
     _add(f"tile_gemm-{_label}", _linear, _TILE, 17, [100], 1032, norm=_norm)
     _add(f"tile_gemm-split-{_label}", _linear, _TILE_SPLIT, 33, [33, 7, 5], 520, norm=_norm)
+# Ranks that fill no chunk, one that takes several, a linear without an update.
+for _name, _config, _tokens in (
+    ("gemv", _GEMV, 3),
+    ("small", _SMALL_SPLIT, 9),
+    ("tile", _TILE, 17),
+):
+    _add(f"lora-{_name}", _linear, _config, _tokens, [33, 7, 5], 520, ranks=(16, 0, 3))
+    _wide = {"ranks": (70, 5), "update_dtype": torch.float32}
+    _add(f"lora-{_name}-gated", _linear, _config, _tokens, [40, 40], 520, gated=True, **_wide)
+
+
+def _shrink(num_tokens: int, in_features: int, dtype: torch.dtype, extra: int) -> None:
+    x = _rows(num_tokens, in_features, extra=extra)
+    downs = [_rows(rank, in_features, extra=extra, dtype=dtype) for rank in (16, 1, 5)]
+    lora_shrink(x, downs, _randn(in_features), norm=True, eps=1e-6)
+    assert lora_shrink(x, downs).cpu().isfinite().all()
+
+
+for _tokens in (1, 2, 7, 64):
+    _add(f"shrink-{_tokens}", _shrink, _tokens, 520, HALF, 0)
+    _add(f"shrink-{_tokens}-fp32", _shrink, _tokens, 575, torch.float32, 3)
 for _tokens in (1, 5, 13, 40):  # as chosen for the device
     _add(f"linear-{_tokens}", _linear, None, _tokens, [48, 16, 16], 264)
     _add(f"linear-gated-{_tokens}", _linear, None, _tokens, [48, 48], 264, gated=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from targets import Target
 
 _NEWER = (80, 89, 90, 100)
-_FLOATS = {"eps": "fp32", "norm_offset": "fp32"}
+_FLOATS = {
+    **dict.fromkeys(("eps", "norm_offset", "scale0", "scale1", "scale2"), "fp32"),
+    "lora_x_ptr": "*fp32",
+}
 _FP32 = {
     f"{name}_ptr": "*fp32"
-    for name in ("x", "w0", "w1", "w2", "b0", "b1", "b2", "norm", "residual", "out")
+    for name in (
+        *("x", "w0", "w1", "w2", "b0", "b1", "b2", "norm", "residual", "out"),
+        *("u0", "u1", "u2"),
+    )
 }
+_FP32_UPDATES = {f"u{index}_ptr": "*fp32" for index in range(3)}
 _LAYER = {
     "NUM_WEIGHTS": 1,
     "HAS_BIAS0": False,
@@ -18,6 +27,10 @@ _LAYER = {
     "NORM": False,
     "HAS_GAIN": False,
     "HAS_RESIDUAL": False,
+    "RANK0": 0,
+    "RANK1": 0,
+    "RANK2": 0,
+    "MAX_RANK": 0,
     "ACTIVATION": "",
     "GATED": False,
     "EVEN_K": True,
@@ -28,6 +41,9 @@ _QKV = {"NUM_WEIGHTS": 3, **_NORM}
 _QKV_BIASED = {**_QKV, "HAS_BIAS0": True, "HAS_BIAS1": True, "HAS_BIAS2": True}
 _GATED = {"NUM_WEIGHTS": 2, "GATED": True, "ACTIVATION": "silu", **_NORM}
 _DOWN = {"HAS_RESIDUAL": True}
+_LORA = {"RANK0": 16, "MAX_RANK": 16}
+_LORA_TWO = {**_LORA, "RANK1": 16}
+_LORA_THREE = {**_LORA_TWO, "RANK2": 16}
 _ODD = {"EVEN_K": False, "EVEN_N": False, "VEC": 1}
 
 
@@ -38,6 +54,7 @@ def _gemv(
     num_tokens: int = 1,
     *,
     fp32: bool = False,
+    fp32_updates: bool = False,
     hot: bool = True,
     **constants: object,
 ) -> Target:
@@ -45,7 +62,7 @@ def _gemv(
     return Target(
         "fused_linear.gemv:_gemv_kernel",
         label=label,
-        types={**_FLOATS, **(_FP32 if fp32 else {})},
+        types={**_FLOATS, **(_FP32 if fp32 else {}), **(_FP32_UPDATES if fp32_updates else {})},
         constants={
             **_LAYER,
             "K": in_features,
@@ -64,6 +81,19 @@ def _gemv(
         hot=hot,
         aligned="VEC" not in constants,
     )
+
+
+def _shrink(
+    label: str,
+    config: tuple[int, int, int, int, int],
+    in_features: int,
+    num_tokens: int = 1,
+    **constants: object,
+) -> Target:
+    """The GEMV as `lora_shrink` launches it: float32 weights and results beside 16-bit rows."""
+    target = _gemv(label, config, in_features, num_tokens, **constants)
+    floats = ("w0_ptr", "w1_ptr", "w2_ptr", "out_ptr")
+    return replace(target, types={**target.types, **dict.fromkeys(floats, "*fp32")})
 
 
 def _small_gemm(
@@ -147,6 +177,28 @@ TARGETS = [
     _gemv("qkv-fp32", (2, 2, 8, 8, 80), 4096, fp32=True, **_QKV_BIASED),
     _gemv("qkv-fp32-eight", (2, 1, 8, 8, 255), 4096, 8, fp32=True, **_QKV),
     _gemv("odd", (2, 2, 4, 2, 255), 575, 4, hot=False, **_QKV_BIASED, **_ODD, EVEN_T=False),
+    _gemv("lora-qkv-1024", (2, 2, 8, 1, 128), 1024, fp32_updates=True, **_QKV, **_LORA_THREE),
+    _gemv("lora-o-2048", (2, 2, 4, 4, 64), 2048, **_DOWN, **_LORA),
+    _gemv("lora-gated-4096", (1, 4, 4, 4, 80), 4096, **_GATED, **_LORA_TWO, fp32_updates=True),
+    _gemv(
+        "lora-odd",
+        (2, 2, 4, 2, 255),
+        575,
+        4,
+        hot=False,
+        **_QKV,
+        **_ODD,
+        EVEN_T=False,
+        RANK0=3,
+        RANK1=0,
+        RANK2=130,
+        MAX_RANK=256,
+        fp32_updates=True,
+    ),
+    _shrink("shrink-1024", (1, 1, 4, 4, 80), 1024, **_QKV),
+    _shrink("shrink-14336", (1, 4, 8, 8, 80), 14336),
+    _shrink("shrink-4096-32", (1, 1, 8, 8, 168), 4096, 4, **_QKV),
+    _shrink("shrink-4096-64", (2, 1, 8, 8, 168), 4096, 4, **_QKV),
     _small_gemm("qkv-1024", (8, 4, 4, 1, 128), 1024, **_QKV),
     _small_gemm("qkv-4096", (16, 2, 4, 1, 128), 4096, **_QKV_BIASED),
     _small_gemm("gated-4096", (16, 1, 4, 1, 128), 4096, **_GATED),
@@ -160,5 +212,9 @@ TARGETS = [
     _tile_gemm("down-14336-64", (64, 128, 4, 4, 3), 14336, 64, **_DOWN),
     _tile_gemm("qkv-1024-32-one-tile", (32, 512, 8, 2, 1), 1024, 32, **_QKV),
     _tile_gemm("gated-1024-128", (64, 64, 8, 2, 4), 1024, 128, **_GATED),
+    _small_gemm("lora-gated-4096", (16, 1, 4, 1, 128), 4096, **_GATED, **_LORA_TWO),
+    _small_gemm("lora-down-14336", (16, 4, 8, 1, 128), 14336, **_DOWN, **_LORA),
+    _tile_gemm("lora-qkv-4096-32", (64, 64, 4, 4, 4), 4096, 32, **_QKV, **_LORA_THREE),
+    _tile_gemm("lora-gated-4096-64", (64, 64, 4, 1, 4), 4096, 64, **_GATED, **_LORA_TWO),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

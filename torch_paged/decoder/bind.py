@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
 from torch_paged.decoder.bind_experts import bind_experts, bind_route, bind_sigmoid_gate
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
+from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import (
     Activate,
     Add,
@@ -31,7 +32,7 @@ from torch_paged.decoder.plan import (
     SelectLast,
 )
 from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
-from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import RotarySpec
 from torch_paged.ops.unchecked import (
     activation,
@@ -39,6 +40,7 @@ from torch_paged.ops.unchecked import (
     embed,
     fused_linear,
     glu,
+    lora_shrink,
     rms_norm,
     rotary_table,
 )
@@ -251,7 +253,7 @@ def _bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     for target, part in zip(targets, ins.parts, strict=True):
         module = part.ref.module
         if linear_slot(module).kind == "fused":
-            calls.append((target, _plain_linear(module)))
+            calls.append((target, _own_linear(held_linear(module))))
         else:
             calls.append((target, _call_module(module, decode)))
 
@@ -263,20 +265,31 @@ def _bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     return call
 
 
-def _plain_linear(module: Any) -> Callable[[Tensor], Tensor]:
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
+def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
+    weight = held.base.weight.detach()
+    bias = None if held.base.bias is None else held.base.bias.detach()
     linear = nn.functional.linear
-    return lambda x: linear(x, weight, bias)
+    if not held.updates:
+        return lambda x: linear(x, weight, bias)
+    updates = [(u.down.weight.detach(), u.up.weight.detach(), u.scaling) for u in held.updates]
+
+    def updated(x: Tensor) -> Tensor:
+        out = linear(x, weight, bias)
+        dtype = out.dtype
+        for down, up, scaling in updates:
+            x = x.to(down.dtype)
+            out = out + linear(linear(x, down), up) * scaling
+        return out.to(dtype)
+
+    return updated
 
 
 def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
     counters = binding.state.linear_counters
-    weights = [part.ref.module.weight.detach() for part in ins.parts]
-    biases = [
-        None if part.ref.module.bias is None else part.ref.module.bias.detach()
-        for part in ins.parts
-    ]
+    held = [held_linear(part.ref.module) for part in ins.parts]
+    weights = [linear.base.weight.detach() for linear in held]
+    biases = [None if h.base.bias is None else h.base.bias.detach() for h in held]
+    downs, updates, scales = _bound_updates(held)
     sizes = [weight.shape[0] for weight in weights]
     source, targets, residual = ins.source, ins.targets, ins.residual
     norm = ins.norm
@@ -287,8 +300,20 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
     act, gated = ins.activation or "", ins.gated
 
     def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        lora_x = None
+        if downs:
+            lora_x = lora_shrink(
+                x,
+                downs,
+                weight,
+                norm=norm is not None,
+                eps=eps,
+                norm_offset=offset,
+                cast_before_gain=cast,
+            )
         out = fused_linear(
-            values[source],
+            x,
             weights,
             biases,
             weight,
@@ -300,6 +325,9 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
             activation=act,
             gated=gated,
             counters=counters,
+            lora_x=lora_x,
+            updates=updates,
+            update_scales=scales,
         )
         if len(targets) == 1:
             values[targets[0]] = out
@@ -307,6 +335,24 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
             values.update(zip(targets, out.split(sizes, dim=-1), strict=True))
 
     return call
+
+
+def _bound_updates(
+    linears: list[HeldLinear],
+) -> tuple[list[Tensor], list[Tensor] | None, list[float]]:
+    """Return the first halves of the updates, the second ones by linear, and their factors."""
+    updates = [linear.updates[0] if linear.updates else None for linear in linears]
+    present = [update for update in updates if update is not None]
+    if not present:
+        return [], None, []
+    ups = [
+        linear.base.weight.new_empty((linear.base.weight.shape[0], 0), dtype=present[0].dtype)
+        if update is None
+        else update.up.weight.detach()
+        for linear, update in zip(linears, updates, strict=True)
+    ]
+    scales = [0.0 if update is None else update.scaling for update in updates]
+    return [update.down.weight.detach() for update in present], ups, scales
 
 
 def _bind_glu(ins: Glu) -> Call:

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
+from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
 from torch_paged.decoder.plan_experts import Experts
-from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.slots import plain_slot
+from torch_paged.ops.fused_linear import MAX_RANK
 
 # Says of a layer (output features over all parts, input features), and whether its two parts are
 # a gate and its up projection, that one kernel with the neighbours folded in pays.
@@ -71,11 +75,24 @@ def _fusable(linear: Linear, pays: Pays) -> bool:
     modules = [part.ref.module for part in linear.parts]
     if any(linear_slot(module).kind != "fused" for module in modules):
         return False
-    if len({module.weight.dtype for module in modules}) != 1:
+    held = [held_linear(module) for module in modules]
+    if len({linear.base.weight.dtype for linear in held}) != 1 or not _fit_kernel(held):
         return False
-    shape = (sum(m.weight.shape[0] for m in modules), modules[0].weight.shape[1])
+    weights = [linear.base.weight for linear in held]
+    shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
     # Two projections of one source are a gate and its up projection in every family.
     return pays(shape, len(modules) == 2)
+
+
+def _fit_kernel(linears: list[HeldLinear]) -> bool:
+    """Say whether one kernel can add the updates: one adapter each, in one dtype."""
+    if any(len(linear.updates) > 1 for linear in linears):
+        return False
+    updates = [linear.updates[0] for linear in linears if linear.updates]
+    if any(u.rank > MAX_RANK or not u.up.weight.is_contiguous() for u in updates):
+        return False
+    dtypes = {update.dtype for update in updates}
+    return not dtypes or dtypes in ({linears[0].base.weight.dtype}, {torch.float32})
 
 
 def _norm_linear(

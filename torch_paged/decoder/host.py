@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_paged.decoder.inputs import Binding
+from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import (
     Activate,
     Add,
@@ -29,7 +30,7 @@ from torch_paged.decoder.plan import (
     Plan,
     RotaryTable,
 )
-from torch_paged.decoder.slots import linear_slot, plain_slot
+from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import AttentionSpec, NormSpec
 
 # Attention walks the rows one by one; past this many the batched ops are quicker.
@@ -201,15 +202,18 @@ class HostStep:
         if ins.norm is not None or ins.activation is not None or ins.residual is not None:
             raise Unsupported("the plan is fused for a GPU")
         source = self._values[ins.source].tensor
-        calls = []
+        calls: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        updates: list[Call] = []
         for part, target in zip(ins.parts, ins.targets, strict=True):
             module = part.ref.module
             if linear_slot(module).kind != "fused" or module.weight.dtype != torch.float32:
                 raise Unsupported(f"{part.ref.name} is called as a module")
-            weight = module.weight.detach()
-            bias = None if module.bias is None else module.bias.detach()
+            held = held_linear(module)
+            weight = held.base.weight.detach()
+            bias = None if held.base.bias is None else held.base.bias.detach()
             out = self._buffer(target, weight.shape[0]).tensor
             calls.append((weight.T, bias, out))
+            updates += self._updates(part.ref.name, held, source, out)
 
         def call() -> None:
             for weight, bias, out in calls:
@@ -217,8 +221,20 @@ class HostStep:
                     torch.mm(source, weight, out=out)
                 else:
                     torch.addmm(bias, source, weight, out=out)
+            for update in updates:
+                update()
 
         return call
+
+    def _updates(self, name: str, held: HeldLinear, source: Tensor, out: Tensor) -> list[Call]:
+        """Return what adds each adapter to `out`, in their order."""
+        calls = []
+        for update in held.updates:
+            if update.dtype != torch.float32:
+                raise Unsupported(f"{name} has an adapter in {update.dtype}")
+            down, up = update.down.weight.detach().T, update.up.weight.detach().T
+            calls.append(_update_call(source, down, up, update.scaling, out))
+        return calls
 
     def _attention(self, ins: Attention) -> Call:
         spec = ins.spec
@@ -316,6 +332,20 @@ class HostStep:
                 out.div_(ins.softcap).tanh_().mul_(ins.softcap)
 
         return call
+
+
+def _update_call(source: Tensor, down: Tensor, up: Tensor, scaling: float, out: Tensor) -> Call:
+    """Return ``out += scaling * source @ down @ up`` over static buffers."""
+    with torch.inference_mode(False):
+        small = source.new_zeros((source.shape[0], down.shape[1]))
+        change = torch.zeros_like(out)
+
+    def call() -> None:
+        torch.mm(source, down, out=small)
+        torch.mm(small, up, out=change)
+        out.add_(change.mul_(scaling))
+
+    return call
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

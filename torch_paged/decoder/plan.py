@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch_paged.decoder.linears import linear_updates
 from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
 from torch_paged.decoder.spec import (
     Activation,
@@ -112,13 +113,18 @@ class Linear:
         return (self.source,) if self.residual is None else (self.source, self.residual)
 
     def __str__(self) -> str:
-        names = " | ".join(part.ref.name for part in self.parts)
+        names = " | ".join(_named(part) for part in self.parts)
         op = "linear" if self.norm is None else f"{self.norm.kind}_norm+linear"
         if self.activation is not None:
             op += f"+{self.activation}" + ("_glu" if self.gated else "")
         if self.residual is not None:
             op += "+add"
         return f"{', '.join(self.targets)} = {op}[{names}]({', '.join(self.sources)})"
+
+
+def _named(part: LinearSpec) -> str:
+    updates = linear_updates(part.ref.module)
+    return part.ref.name + "".join(f" + lora {update.name}" for update in updates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def parameter_reason(module: nn.Module) -> str:
     return ""
 
 
-def linear_slot(module: nn.Module) -> Slot:
+def plain_linear_slot(module: nn.Module) -> Slot:
     """Fused only for a plain nn.Linear over plain floating tensors, without hooks."""
     if type(module) is not nn.Linear:
         return Slot("opaque", f"it is a {type(module).__name__}")
@@ -73,6 +73,8 @@ def linear_slot(module: nn.Module) -> Slot:
 
 def plain_slot(module: nn.Module) -> Slot:
     """Fused for a module whose class is known to the family row, if nothing overrides it."""
+    if hasattr(module, "_disable_adapters"):
+        return Slot("opaque", f"it is a {type(module).__name__} of PEFT")
     reason = override_reason(module) or parameter_reason(module)
     if reason:
         return Slot("opaque", reason)

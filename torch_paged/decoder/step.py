@@ -14,8 +14,9 @@ from torch_paged.decoder.bind import BoundPlan, Visitor, bind_plan
 from torch_paged.decoder.fusion import FusionProfile, Pays, always, fuse
 from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
+from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
-from torch_paged.decoder.slots import SlotKind, linear_slot, plain_slot
+from torch_paged.decoder.slots import SlotKind, plain_slot
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import ModuleWatch, spec_modules
 from torch_paged.log import debug_once
@@ -55,6 +56,7 @@ class DecoderStep:
         self._bound: dict[tuple[Mode, int], BoundPlan] = {}
         self._host: dict[int, HostStep | None] = {}
         self._key: tuple[object, ...] = ()
+        self._variant = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,12 +107,19 @@ class DecoderStep:
 
     def refresh(self) -> bool:
         """Rebind if parameters moved since the last run, and say whether they had."""
+        # First: it may take an adapter out of the weights.
+        variant = self.watch.variant()
         key = self.watch.storage_key()
         moved = key != self._key
-        if moved:
-            self._key = key
+        if moved or variant != self._variant:
+            self._key, self._variant = key, variant
             self._forget()
         return moved
+
+    @property
+    def variant(self) -> int:
+        """Number of the state of the model's adapters as of the last `refresh`."""
+        return self._variant
 
     @property
     def storage_key(self) -> tuple[object, ...]:

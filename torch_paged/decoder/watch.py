@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch_paged.decoder.slots import hook_dicts
 from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, MlpSpec, ModuleRef
 
+# States of adapters that are told apart; one that comes back later counts as new.
+_MAX_VARIANTS = 64
+
 
 def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
     """Return every module that the spec names, once each, in order."""
@@ -37,6 +40,22 @@ def _mlp_modules(mlp: MlpSpec | ExpertsSpec) -> list[ModuleRef]:
     return refs + (_mlp_modules(mlp.shared) if mlp.shared else [])
 
 
+def _adapter_state(module: Any) -> tuple[object, ...]:
+    """Return all but the tensors that decides what a wrapper of PEFT computes."""
+    active = module._active_adapter
+    return (
+        module._disable_adapters,
+        active if isinstance(active, str) else tuple(active),
+        tuple(getattr(module, "merged_adapters", ())),
+        tuple(
+            scale if isinstance(scale, int | float) else id(scale)
+            for scale in getattr(module, "scaling", {}).values()
+        ),
+        getattr(module, "cast_input_dtype_enabled", True),
+        module.training,
+    )
+
+
 class ModuleWatch:
     """Snapshot of the modules and tensors that a plan was built on.
 
@@ -49,10 +68,12 @@ class ModuleWatch:
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._child_dicts: list[dict[str, nn.Module | None]] = []
         self._call_dicts: list[dict[str, object]] = []
         self._hook_dicts: list[dict[int, object]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
         for parent in root.modules():
+            self._child_dicts.append(parent._modules)
             for name, child in parent._modules.items():
                 if child is not None:
                     self._children.append((parent._modules, name, child))
@@ -70,6 +91,10 @@ class ModuleWatch:
             for name, value in parent.__dict__.items()
             if type(value) in (int, float)
         ]
+        # PEFT's wrappers, which compute something else when adapters are switched.
+        self._adapted: list[Any] = [m for m in root.modules() if hasattr(m, "_disable_adapters")]
+        self._variants: dict[tuple[object, ...], int] = {}
+        self._num_variants = 0
         self._seen_structure = self._structure()
 
     def _structure(self) -> tuple[object, ...]:
@@ -77,13 +102,34 @@ class ModuleWatch:
         hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
         hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
         constants = tuple(store.get(name) for store, name in self._constants)
-        return patched, hooked, hook_ids, constants
+        sizes = tuple(map(len, self._child_dicts))
+        return patched, hooked, hook_ids, constants, sizes
 
     def structure_changed(self) -> bool:
         """Say whether modules, hooks, instance forwards or numbers such as eps have changed."""
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
         return self._structure() != self._seen_structure
+
+    def variant(self) -> int:
+        """Return a number that is equal for equal states of all adapters.
+
+        Adapters that are merged and disabled are taken out of the weights first, as PEFT does it
+        in its next forward.
+        """
+        if not self._adapted:
+            return 0
+        for module in self._adapted:
+            if module._disable_adapters and getattr(module, "merged_adapters", None):
+                module.unmerge()
+        state = tuple(_adapter_state(module) for module in self._adapted)
+        number = self._variants.get(state)
+        if number is None:
+            if len(self._variants) == _MAX_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+            self._num_variants += 1
+            number = self._variants[state] = self._num_variants
+        return number
 
     def tensors(self) -> list[Tensor]:
         """Return the watched parameters and buffers, as they are now."""

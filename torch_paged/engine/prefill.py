@@ -71,7 +71,7 @@ class CapturedPrefill:
             return self._uncaptured(inputs)
         static = self._static[size]
         _load(static, inputs)
-        key = (self._name, *size)
+        key = (self._name, self._step.variant, *size)
 
         def run() -> Tensor:
             return self._step.prefill(static)

@@ -48,6 +48,14 @@ class StepModel(Protocol):
         """Equal for two runs that may share a captured graph."""
         ...
 
+    @property
+    def variant(self) -> int:
+        """Of the same parameters, what the model makes of them: its adapters' state, numbered.
+
+        Graphs of one variant stay while another runs.
+        """
+        ...
+
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""
         ...

@@ -21,7 +21,7 @@ class PrefixGuard:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[int, ...] = ()  # of the adapters' state, of each tensor
         self._checksum: Tensor | None = None  # of the weights at the last rest
         self._is_trusted = True  # what the cache holds belongs to the present weights
 
@@ -64,7 +64,8 @@ class PrefixGuard:
         self._checksum = None
 
     def _read_versions(self) -> tuple[int, ...]:
-        return tuple(t._version for t in self._core.step.tensors() if not t.is_inference())
+        step = self._core.step
+        return (step.variant, *(t._version for t in step.tensors() if not t.is_inference()))
 
     def _sum(self) -> Tensor:
         graphs = self._core.graphs

@@ -15,6 +15,7 @@ for _name in (
     "experts",
     "fused_linear",
     "glu",
+    "lora_shrink",
     "paged_attention",
     "rms_norm",
     "route_experts",
@@ -30,6 +31,7 @@ experts = registered("experts")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
+lora_shrink = registered("lora_shrink")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
 route_experts = registered("route_experts")

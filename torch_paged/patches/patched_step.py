@@ -58,6 +58,7 @@ class PatchedStep:
         self._takes_positions = "position_ids" in arguments
         if not self._takes_positions and self.cache_layers:
             raise SpecRefusal("its forward takes no position_ids")
+        self._variant = 0
         self._cache_name = _cache_argument(model)
         self._keeps_logits = "logits_to_keep" in arguments
         _refuse_other_state(model, config)
@@ -129,7 +130,13 @@ class PatchedStep:
         if self._states is not None:
             self._states.copy(sources, targets)
 
+    @property
+    def variant(self) -> int:
+        return self._variant
+
     def refresh(self) -> bool:
+        # First: it may take an adapter out of the weights.
+        self._variant = self.watch.variant()
         key = self.watch.storage_key()
         moved = key != self._key
         self._key = key

@@ -2,6 +2,7 @@
 
     h   = norm(x)                       RMS norm, optional
     y_i = h @ w_i.T + b_i               i = 1..3, each w_i where the model keeps it
+    y_i = y_i + c_i * (z_i @ u_i.T)     low-rank update, optional; z_i = h @ d_i.T (`lora_shrink`)
     out = [y_1, y_2, y_3]               concatenated,
         | act(y_1) * y_2                gated,
         | act(y_1)                      plain activation
@@ -22,6 +23,7 @@ import torch
 from torch_paged.ops.fused_linear.configs import (
     ALWAYS_KERNEL_ROWS,
     MAX_KERNEL_ROWS,
+    MAX_RANK,
     NUM_COUNTERS,
     kernel_serves,
 )
@@ -44,6 +46,9 @@ def _fused_linear_fake(
     activation: str = "",
     gated: bool = False,
     counters: torch.Tensor | None = None,
+    lora_x: torch.Tensor | None = None,
+    updates: Sequence[torch.Tensor] | None = None,
+    update_scales: Sequence[float] = (),
 ) -> torch.Tensor:
     width = weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)
     return x.new_empty((x.shape[0], width))
@@ -53,7 +58,8 @@ _fused_linear = register_op(
     "fused_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight=None, "
     "bool norm=False, float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True, "
     'Tensor? residual=None, str activation="", bool gated=False, '
-    "Tensor(a!)? counters=None) -> Tensor",
+    "Tensor(a!)? counters=None, Tensor? lora_x=None, Tensor[]? updates=None, "
+    "float[] update_scales=[]) -> Tensor",
     cpu=fused_linear_reference,
     cuda=_launch_fused_linear,
     fake=_fused_linear_fake,
@@ -74,6 +80,9 @@ def fused_linear(
     activation: str = "",
     gated: bool = False,
     counters: torch.Tensor | None = None,
+    lora_x: torch.Tensor | None = None,
+    updates: Sequence[torch.Tensor] | None = None,
+    update_scales: Sequence[float] = (),
 ) -> torch.Tensor:
     """Apply up to three linear layers to the same rows, with norm, activation and residual.
 
@@ -94,16 +103,21 @@ def fused_linear(
         counters: int32, at least `NUM_COUNTERS`, zero on entry and left zero; mutated meanwhile,
             so not shared between streams. Lets many rows split the sum over `in_features` among
             programs; without it they do not.
+        lora_x: float32 [num_tokens, sum of the ranks], contiguous: what `lora_shrink` returns.
+        updates: with `lora_x`, one of [out_features_i, rank_i] for each weight, contiguous, all of
+            one floating dtype; rank 0 where a weight has none.
+        update_scales: the factor on each update.
 
     Returns:
         [num_tokens, sum of out_features], contiguous, dtype of `x`.
 
     Raises:
         ValueError: shapes, strides or options do not fit together.
-        TypeError: a weight, bias or residual is not of the dtype of `x`.
+        TypeError: a weight, bias or residual is not of the dtype of `x`, `lora_x` not float32.
     """
     if not torch.compiler.is_compiling():
         _validate(x, weights, biases, norm_weight, norm, residual, activation, gated, counters)
+        _validate_updates(x, weights, lora_x, updates, update_scales)
     return _fused_linear(
         x,
         weights,
@@ -117,6 +131,9 @@ def fused_linear(
         activation,
         gated,
         counters,
+        lora_x,
+        updates,
+        update_scales,
     )
 
 
@@ -196,6 +213,41 @@ def _validate_layer(
         )
 
 
+def _validate_updates(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    lora_x: torch.Tensor | None,
+    updates: Sequence[torch.Tensor] | None,
+    scales: Sequence[float],
+) -> None:
+    if lora_x is None or updates is None:
+        if lora_x is not None or updates is not None:
+            raise ValueError("lora_x and updates come together, got one of them")
+        return
+    if not len(updates) == len(scales) == len(weights):
+        raise ValueError(
+            f"updates and update_scales must be {len(weights)} long as the weights are, got "
+            f"{len(updates)} and {len(scales)}"
+        )
+    for i, (update, weight) in enumerate(zip(updates, weights, strict=True)):
+        fits = update.dim() == 2 and update.shape[0] == weight.shape[0]
+        if not fits or not update.is_contiguous() or update.shape[1] > MAX_RANK:
+            raise ValueError(
+                f"updates[{i}] must be contiguous [{weight.shape[0]}, rank <= {MAX_RANK}], got "
+                f"{list(update.shape)} with strides {update.stride()}"
+            )
+    if len({update.dtype for update in updates}) != 1:
+        raise TypeError(f"updates must be of one dtype, got {[u.dtype for u in updates]}")
+    shape = (x.shape[0], sum(update.shape[1] for update in updates))
+    if lora_x.dtype != torch.float32:
+        raise TypeError(f"lora_x must be float32, got {lora_x.dtype}; take it from lora_shrink")
+    if lora_x.shape != shape or not lora_x.is_contiguous():
+        raise ValueError(
+            f"lora_x must be contiguous {list(shape)}, got {list(lora_x.shape)} with strides "
+            f"{lora_x.stride()}"
+        )
+
+
 def _validate_residual(x: torch.Tensor, residual: torch.Tensor, width: int) -> None:
     if residual.dtype != x.dtype:
         raise TypeError(f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}")
@@ -209,6 +261,7 @@ def _validate_residual(x: torch.Tensor, residual: torch.Tensor, width: int) -> N
 __all__ = [
     "ALWAYS_KERNEL_ROWS",
     "MAX_KERNEL_ROWS",
+    "MAX_RANK",
     "NUM_COUNTERS",
     "fused_linear",
     "fused_linear_reference",

@@ -19,6 +19,9 @@ ALWAYS_KERNEL_ROWS = 64
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
 
+# Largest rank of a low-rank update; its columns are summed 16 or 64 at a time.
+MAX_RANK = 256
+
 # The kernel keeps the order of a sum for a configuration, so few buckets make few orders.
 TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64, 128)
 

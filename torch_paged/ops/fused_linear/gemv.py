@@ -16,9 +16,12 @@ from torch_paged.ops.fused_linear.parts import (
     finish,
     load_bias,
     load_gain,
+    load_lora_x,
     load_residual,
     load_streamed,
+    load_update,
     locate,
+    locate_update,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -64,6 +67,10 @@ def _gemv_kernel(
     b2_ptr,
     norm_ptr,
     residual_ptr,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    lora_x_ptr,
     out_ptr,
     num_tokens,
     n0,
@@ -76,6 +83,9 @@ def _gemv_kernel(
     stride_residual,
     eps,
     norm_offset,
+    scale0,
+    scale1,
+    scale2,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -84,6 +94,10 @@ def _gemv_kernel(
     NORM: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -152,6 +166,32 @@ def _gemv_kernel(
     out_rows = block * BLOCK_N + r_row
     bias = load_bias(b_ptr, out_rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, out_rows, n, True, GATED and HAS_BIAS1)
+    WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
+    R_CHUNK: tl.constexpr = MAX_RANK if MAX_RANK < 64 else 64
+    u_scale = scale0
+    if MAX_RANK:
+        u_ptr, rank, first, u_scale = locate_update(
+            tl.program_id(0),
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            scale0,
+            scale1,
+            scale2,
+            n0,
+            n1,
+            RANK0,
+            RANK1,
+            RANK2,
+            NUM_WEIGHTS,
+            GATED,
+            BLOCK_N,
+        )
+        r = tl.arange(0, R_CHUNK)[None, None, None, :]
+        u_rows = out_rows[:, :, :, None]
+        u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
+        if GATED:
+            u_up = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
     if PDL:
         gdc_wait()
 
@@ -163,6 +203,10 @@ def _gemv_kernel(
     )
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None, None, None]
     token_mask = tokens < num_tokens
+    if MAX_RANK:
+        u_x = load_lora_x(lora_x_ptr, tokens, token_mask, first, rank, r, WIDTH)
+        if GATED:
+            up_x = load_lora_x(lora_x_ptr, tokens, token_mask, RANK0, RANK1, r, WIDTH)
     x_ptrs = x_ptr + tokens.to(tl.int64) * stride_x * VEC + k
     squares = tl.zeros([TOKENS, 1, WARPS * 32], tl.float32)
     acc = tl.zeros([TOKENS, ROWS, WARPS * 32], tl.float32)
@@ -199,6 +243,19 @@ def _gemv_kernel(
         scale = tl.rsqrt(_feature_sums(squares, WARPS, K_WARPS) / K + eps)
         y *= scale
         y_up *= scale
+    if MAX_RANK:
+        y += u_scale * tl.sum(u.to(tl.float32) * u_x, axis=3)
+        if GATED:
+            y_up += scale1 * tl.sum(u_up.to(tl.float32) * up_x, axis=3)
+        for _ in tl.static_range(R_CHUNK, MAX_RANK, R_CHUNK):
+            r += R_CHUNK
+            u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
+            u_x = load_lora_x(lora_x_ptr, tokens, token_mask, first, rank, r, WIDTH)
+            y += u_scale * tl.sum(u.to(tl.float32) * u_x, axis=3)
+            if GATED:
+                u = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
+                u_x = load_lora_x(lora_x_ptr, tokens, token_mask, RANK0, RANK1, r, WIDTH)
+                y_up += scale1 * tl.sum(u.to(tl.float32) * u_x, axis=3)
     finish(
         y,
         y_up,

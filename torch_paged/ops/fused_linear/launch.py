@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
+
+
+class Arguments(NamedTuple):
+    """What the kernels take in this order: pointers, numbers; and constants by name."""
+
+    pointers: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
 
 
 def _vector(x: Tensor, weights: Sequence[Tensor], in_features: int) -> int:
@@ -54,6 +62,9 @@ def _launch_fused_linear(
     activation: str = "",
     gated: bool = False,
     counters: Tensor | None = None,
+    lora_x: Tensor | None = None,
+    updates: Sequence[Tensor] | None = None,
+    update_scales: Sequence[float] = (),
     *,
     config: Config | None = None,
 ) -> Tensor:
@@ -78,12 +89,43 @@ def _launch_fused_linear(
             residual,
             activation,
             gated,
+            None,
+            lora_x,
+            updates,
+            update_scales,
         )
     out = torch.empty(
         (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device
     )
+    arguments = kernel_arguments(
+        x, weights, biases, norm_weight, norm, eps, norm_offset, residual, activation, gated, out
+    )
+    if lora_x is not None and updates is not None:
+        arguments = _with_updates(arguments, lora_x, updates, update_scales)
+    sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
+    if isinstance(config, GemvConfig):
+        start_gemv(config, num_tokens, sizes, arguments)
+    else:
+        _start_gemm(config, num_tokens, sizes, arguments, counters)
+    return out
+
+
+def kernel_arguments(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm_weight: Tensor | None,
+    norm: bool,
+    eps: float,
+    norm_offset: float,
+    residual: Tensor | None,
+    activation: str,
+    gated: bool,
+    out: Tensor,
+) -> Arguments:
+    """Return the arguments of any of the kernels, without low-rank updates."""
     biases = [*biases, None, None, None]
-    vec = _vector(x, weights, in_features)
+    vec = _vector(x, weights, x.shape[1])
     streams = [weights[min(i, len(weights) - 1)] for i in range(3)]
     pointers = (
         x,
@@ -91,20 +133,22 @@ def _launch_fused_linear(
         *(streams[0] if b is None else b for b in biases[:3]),
         x if norm_weight is None else norm_weight,
         x if residual is None else residual,
+        *(x, x, x, x),
         out,
     )
     numbers = (
-        num_tokens,
+        x.shape[0],
         *(w.shape[0] for w in streams),
         x.stride(0) // vec,
         *(w.stride(0) // vec for w in streams),
         0 if residual is None else residual.stride(0),
         eps,
         0.0 if norm_weight is None else norm_offset,
+        *(0.0, 0.0, 0.0),
     )
     pdl = use_pdl(x)
     constants = {
-        "K": in_features,
+        "K": x.shape[1],
         "NUM_WEIGHTS": len(weights),
         "HAS_BIAS0": biases[0] is not None,
         "HAS_BIAS1": biases[1] is not None,
@@ -112,6 +156,10 @@ def _launch_fused_linear(
         "NORM": norm,
         "HAS_GAIN": norm_weight is not None,
         "HAS_RESIDUAL": residual is not None,
+        "RANK0": 0,
+        "RANK1": 0,
+        "RANK2": 0,
+        "MAX_RANK": 0,
         "ACTIVATION": activation,
         "GATED": gated,
         "VEC": vec,
@@ -119,23 +167,40 @@ def _launch_fused_linear(
     }
     if pdl:
         constants["launch_pdl"] = True
-    sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
-    if isinstance(config, GemvConfig):
-        _start_gemv(config, num_tokens, sizes, pointers, numbers, constants)
-    else:
-        _start_gemm(config, num_tokens, sizes, pointers, numbers, constants, counters)
-    return out
+    return Arguments(pointers, numbers, constants)
 
 
-def _start_gemv(
+def _with_updates(
+    arguments: Arguments, lora_x: Tensor, updates: Sequence[Tensor], scales: Sequence[float]
+) -> Arguments:
+    pointers, numbers, constants = arguments
+    missing = 3 - len(updates)
+    ranks = [*(update.shape[1] for update in updates), *(0,) * missing]
+    # A rank of 0 has no memory; all three pointers have one type.
+    present = next((t for t in updates if t.shape[1]), lora_x)
+    tensors = [update if update.shape[1] else present for update in updates]
+    tensors += [present] * missing
+    return Arguments(
+        (*pointers[:-5], *tensors, lora_x, pointers[-1]),
+        (*numbers[:-3], *(float(scale) for scale in scales), *(0.0,) * missing),
+        {
+            **constants,
+            **{f"RANK{i}": rank for i, rank in enumerate(ranks)},
+            "MAX_RANK": max(triton.next_power_of_2(max(ranks)), 16) if any(ranks) else 0,
+        },
+    )
+
+
+def start_gemv(
     config: GemvConfig,
     num_tokens: int,
     sizes: Sequence[int],
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
+    arguments: Arguments,
+    max_tokens: int = 8,
 ) -> None:
-    tokens = min(triton.next_power_of_2(num_tokens), 8)
+    """Launch the GEMV kernel; a program takes up to `max_tokens` rows of x."""
+    pointers, numbers, constants = arguments
+    tokens = min(triton.next_power_of_2(num_tokens), max_tokens)
     block = config.rows * config.warps // config.k_warps
     step = config.k_warps * config.chunks * 32 * constants["VEC"]
     grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
@@ -162,11 +227,10 @@ def _start_gemm(
     config: SmallGemmConfig | TileGemmConfig,
     num_tokens: int,
     sizes: Sequence[int],
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
+    arguments: Arguments,
     counters: Tensor | None,
 ) -> None:
+    pointers, numbers, constants = arguments
     rows = config.rows
     options: dict[str, Any] = {}
     if isinstance(config, SmallGemmConfig):

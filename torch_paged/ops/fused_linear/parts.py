@@ -106,6 +106,96 @@ def load_residual(residual_ptr, stride, tokens, columns, mask, HAS_RESIDUAL: tl.
 
 
 @triton.jit
+def locate_update(
+    block,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    scale0,
+    scale1,
+    scale2,
+    n0,
+    n1,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Map a program, as `locate` does, to the low-rank update of its weight.
+
+    Returns the pointer of the update, its rank (0: none), its first column in `lora_x`, its scale.
+    """
+    ptr = u0_ptr
+    rank = n0 * 0 + RANK0
+    column = n0 * 0
+    scale = scale0
+    if NUM_WEIGHTS > 1 and not GATED:
+        start = tl.cdiv(n0, BLOCK_N)
+        here = block >= start
+        ptr = tl.where(here, u1_ptr, ptr)
+        rank = tl.where(here, RANK1, rank)
+        column = tl.where(here, RANK0, column)
+        scale = tl.where(here, scale1, scale)
+        if NUM_WEIGHTS > 2:
+            here = block >= start + tl.cdiv(n1, BLOCK_N)
+            ptr = tl.where(here, u2_ptr, ptr)
+            rank = tl.where(here, RANK2, rank)
+            column = tl.where(here, RANK0 + RANK1, column)
+            scale = tl.where(here, scale2, scale)
+    return ptr, rank, column, scale
+
+
+@triton.jit
+def load_update(ptr, rows, row_mask, rank, r):
+    """Load columns r of the rows of an update [n, rank], zero past its rank."""
+    return tl.load(ptr + rows * rank + r, mask=row_mask & (r < rank), other=0.0)
+
+
+@triton.jit
+def load_lora_x(ptr, tokens, token_mask, column, rank, r, WIDTH: tl.constexpr):
+    """Load elements r of an update's share of `lora_x` [num_tokens, WIDTH]."""
+    offsets = tokens.to(tl.int64) * WIDTH + column + r
+    return tl.load(ptr + offsets, mask=token_mask & (r < rank), other=0.0)
+
+
+@triton.jit
+def add_update(
+    y,
+    u_ptr,
+    rank,
+    column,
+    scale,
+    lora_x_ptr,
+    rows,
+    n,
+    num_tokens,
+    MAX_RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Return y + scale * update[rows] @ lora_x.T, [ROWS, TOKENS]; `rows` is [ROWS, 1].
+
+    With DOT on tensor cores, in three TF32 products, which leave less of an error than the
+    rounding of the result.
+    """
+    CHUNK: tl.constexpr = 16
+    tokens = tl.arange(0, TOKENS)[:, None]
+    for start in tl.static_range(0, MAX_RANK, CHUNK):
+        r = start + tl.arange(0, CHUNK)[None, :]
+        u = load_update(u_ptr, rows, rows < n, rank, r).to(tl.float32)
+        x = load_lora_x(lora_x_ptr, tokens, tokens < num_tokens, column, rank, r, WIDTH)
+        x *= scale
+        if DOT:
+            y = tl.dot(u, tl.trans(x), y, input_precision="tf32x3")
+        else:
+            y += tl.sum(u[:, None, :] * x[None, :, :], axis=2)
+    return y
+
+
+@triton.jit
 def merge_splits(
     y,
     y_up,

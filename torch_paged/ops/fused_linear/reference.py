@@ -25,12 +25,17 @@ def fused_linear_reference(
     activation: str = "",
     gated: bool = False,
     counters: Tensor | None = None,
+    lora_x: Tensor | None = None,
+    updates: Sequence[Tensor] | None = None,
+    update_scales: Sequence[float] = (),
 ) -> Tensor:
-    """Compute the equation with torch, rounding wherever Hugging Face's modules round."""
+    """Compute the equation with torch, rounding wherever the modules of HF and PEFT round."""
     if norm:
         x = rms_norm_reference(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
     biases = biases or [None] * len(weights)
     parts = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    if lora_x is not None and updates is not None:
+        parts = _updated(parts, lora_x, updates, update_scales)
     if gated:
         y = glu_reference(parts[0], parts[1], activation)
     else:
@@ -38,3 +43,16 @@ def fused_linear_reference(
         if activation:
             y = activation_reference(y, activation)
     return y if residual is None else residual + y
+
+
+def _updated(
+    parts: list[Tensor], lora_x: Tensor, updates: Sequence[Tensor], scales: Sequence[float]
+) -> list[Tensor]:
+    shares = lora_x.split([update.shape[1] for update in updates], dim=-1)
+    out = []
+    for part, share, update, scale in zip(parts, shares, updates, scales, strict=True):
+        if update.shape[1]:
+            change = F.linear(share.to(update.dtype), update) * scale
+            part = (part + change).to(part.dtype)
+        out.append(part)
+    return out

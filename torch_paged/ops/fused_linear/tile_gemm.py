@@ -9,12 +9,14 @@ weights waits in registers for the previous kernel to end and is added last.
 from __future__ import annotations
 
 from torch_paged.ops.fused_linear.parts import (
+    add_update,
     finish,
     load_bias,
     load_gain,
     load_residual,
     load_streamed,
     locate,
+    locate_update,
     merge_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
@@ -87,6 +89,10 @@ def _tile_gemm_kernel(
     b2_ptr,
     norm_ptr,
     residual_ptr,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    lora_x_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
@@ -101,6 +107,9 @@ def _tile_gemm_kernel(
     stride_residual,
     eps,
     norm_offset,
+    scale0,
+    scale1,
+    scale2,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -109,6 +118,10 @@ def _tile_gemm_kernel(
     NORM: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -257,6 +270,56 @@ def _tile_gemm_kernel(
             by_token = tl.rsqrt(squares / K + eps)[None, :]
             y *= by_token
             y_up *= by_token
+        if MAX_RANK:
+            WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
+            u_ptr, rank, first, u_scale = locate_update(
+                block_id,
+                u0_ptr,
+                u1_ptr,
+                u2_ptr,
+                scale0,
+                scale1,
+                scale2,
+                n0,
+                n1,
+                RANK0,
+                RANK1,
+                RANK2,
+                NUM_WEIGHTS,
+                GATED,
+                ROWS,
+            )
+            y = add_update(
+                y,
+                u_ptr,
+                rank,
+                first,
+                u_scale,
+                lora_x_ptr,
+                rows,
+                n,
+                num_tokens,
+                MAX_RANK,
+                WIDTH,
+                TOKENS,
+                True,
+            )
+            if GATED and RANK1:
+                y_up = add_update(
+                    y_up,
+                    u1_ptr,
+                    RANK1,
+                    RANK0,
+                    scale1,
+                    lora_x_ptr,
+                    rows,
+                    n,
+                    num_tokens,
+                    MAX_RANK,
+                    WIDTH,
+                    TOKENS,
+                    True,
+                )
         finish(
             y,
             y_up,
