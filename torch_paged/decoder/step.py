@@ -130,18 +130,24 @@ class DecoderStep:
             return self._fuse_linears
         return self.device.type == "cuda" and num_rows <= FUSED_LINEAR_MAX_ROWS
 
-    def _bound_plan(self, mode: Mode, num_rows: int) -> BoundPlan:
-        key = (mode, self._fuses(mode, num_rows))
+    def _bound_plan(self, mode: Mode, fuses: bool) -> BoundPlan:
+        key = (mode, fuses)
         bound = self._bound.get(key)
         if bound is None:
             if self._binding is None:
                 raise RuntimeError("DecoderStep.bind must be called before a step runs")
-            bound = self._bound[key] = bind_plan(self.plan(mode, num_rows), self._binding)
+            plan = fuse(lower(self.spec, mode), FusionProfile(fuses))
+            bound = self._bound[key] = bind_plan(plan, self._binding)
         return bound
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""
-        return self._bound_plan("prefill", inputs.slots.shape[0])(inputs)
+        return self._bound_plan("prefill", False)(inputs)
+
+    def extend(self, inputs: StepInputs) -> Tensor:
+        """Run a few tokens behind cached ones: a prefill with the linears of a decode step."""
+        assert inputs.ids is not None
+        return self._bound_plan("prefill", self._fuses("decode", inputs.ids.shape[0]))(inputs)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
@@ -150,7 +156,7 @@ class DecoderStep:
             host = self._host_step(len(slot_list))
             if host is not None and min(slot_list) >= 0:
                 return host(slot_list)
-        return self._bound_plan("decode", slots.shape[0])(StepInputs(slots))
+        return self._bound_plan("decode", self._fuses("decode", slots.shape[0]))(StepInputs(slots))
 
     def _host_step(self, num_rows: int) -> HostStep | None:
         """Return the CPU form of the step for few rows; None where the plan has none."""
@@ -183,7 +189,8 @@ class VisitedStep(DecoderStep):
         self._visitor = visitor
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._bound_plan("prefill", inputs.slots.shape[0]).walk(inputs, self._visitor)
+        return self._bound_plan("prefill", False).walk(inputs, self._visitor)
 
     def decode(self, slots: Tensor) -> Tensor:
-        return self._bound_plan("decode", slots.shape[0]).walk(StepInputs(slots), self._visitor)
+        fuses = self._fuses("decode", slots.shape[0])
+        return self._bound_plan("decode", fuses).walk(StepInputs(slots), self._visitor)

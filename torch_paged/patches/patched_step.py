@@ -119,6 +119,9 @@ class PatchedStep:
             return self._forward(inputs, False, kwargs)[0]
         return self._forward(inputs, False, kwargs)[0].index_select(0, inputs.last_index)
 
+    def extend(self, inputs: StepInputs) -> Tensor:
+        return self.prefill(inputs)
+
     def decode(self, slots: Tensor) -> Tensor:
         assert self._binding is not None
         state = self._binding.state

@@ -308,6 +308,22 @@ def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
 
 
+def record_past(cache: Any) -> None:
+    """Let a cache keep what its windows hide until it is cropped, as assisted decoding does."""
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+
+
+def drafts_from_hidden_states(config: Any, assistant: Any) -> bool:
+    """Say whether candidates come from what the layers of the main model put out."""
+    kinds = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+    return (
+        bool(getattr(config, "use_mtp", False))
+        or getattr(config, "speculation_type", None) is not None
+        or type(assistant).__name__.startswith(kinds)
+    )
+
+
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function; without a mask function of that name none is built."""
     if name not in ALL_ATTENTION_FUNCTIONS:

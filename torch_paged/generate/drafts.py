@@ -1,0 +1,2 @@
+def draft_with(generator, drafts):
+    pass
