@@ -24,6 +24,7 @@ from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
+from torch_paged.patches.draft_seams import drafts_from_hidden_states
 from torch_paged.report import CallReport
 
 
@@ -155,7 +156,7 @@ def _draft_reasons(call: Call, assistant: Any) -> list[str]:
         return ["assisted decoding of inputs_embeds"]
     if config.assistant_early_exit is not None:
         return ["assistant_early_exit changes the model between its steps"]
-    if seams.drafts_from_hidden_states(config, assistant):
+    if drafts_from_hidden_states(config, assistant):
         return ["candidates are drafted from the model's hidden states"]
     return []
 

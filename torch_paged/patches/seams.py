@@ -1,5 +1,7 @@
 """Every symbol of transformers that is private or has moved between releases, in one file.
 
+Those of candidate generators are in draft_seams.py.
+
 tests/patches/test_seams.py holds these on the oldest and the newest supported release.
 """
 
@@ -312,16 +314,6 @@ def record_past(cache: Any) -> None:
     """Let a cache keep what its windows hide until it is cropped, as assisted decoding does."""
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
-
-
-def drafts_from_hidden_states(config: Any, assistant: Any) -> bool:
-    """Say whether candidates come from what the layers of the main model put out."""
-    kinds = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
-    return (
-        bool(getattr(config, "use_mtp", False))
-        or getattr(config, "speculation_type", None) is not None
-        or type(assistant).__name__.startswith(kinds)
-    )
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
