@@ -68,16 +68,18 @@ def _extend(
     def put(target: Tensor, value: Tensor) -> None:
         target.index_copy_(0, slot, value.to(target.dtype))
 
+    slots = slot.to(torch.int32)
     put(state.context_lens, start)
     put(state.num_generated, torch.zeros_like(start))
     if num_tokens == 1:
-        put(state.last_token, ids)
         put(state.positions, position)
-        return step.decode(slot.to(torch.int32))
+        # Last: what decode attention reads before it waits is then behind a plain launch.
+        put(state.last_token, ids)
+        return step.decode(slots)
     offsets = torch.arange(num_tokens, device=ids.device)
     logits = step.extend(
         StepInputs(
-            slots=slot.to(torch.int32),
+            slots=slots,
             ids=ids,
             positions=(position + offsets).to(torch.int32),
             cu_seqlens=torch.cat([torch.zeros_like(count), count]).to(torch.int32),

@@ -35,6 +35,9 @@ class RowRun(BatchRun):
         self._room = self.num_tokens
         self._shift = 0  # of positions against indices
 
+    def __enter__(self) -> RowRun:
+        return self
+
     def prefill(self) -> Tensor:
         """Compute the prompt; returns logits [1, vocab_size] of its last token."""
         logits = super().prefill()

@@ -18,7 +18,7 @@ from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.row_run import RowRun
 from torch_paged.generate.decide import Call, fallback_reasons
 from torch_paged.generate.drafts import draft_with
-from torch_paged.generate.past import fill_cache, wanted_kv
+from torch_paged.generate.past import fill_cache, num_past_columns, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
@@ -36,9 +36,7 @@ class VerifyingModel:
         drafts: entered for as long as the call lasts by what drafts on an engine of its own.
     """
 
-    def __init__(
-        self, model: Any, run: RowRun, width: int, drafts: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, model: Any, run: RowRun, width: int, drafts: contextlib.ExitStack) -> None:
         self._model = model
         self._run = run
         self._width = width
@@ -154,6 +152,9 @@ def _draft_reasons(call: Call, assistant: Any) -> list[str]:
     config = call.generation_config
     if call.model_kwargs.get("inputs_embeds") is not None:
         return ["assisted decoding of inputs_embeds"]
+    if num_past_columns(seams.call_cache(call.model_kwargs)):
+        # Transformers runs the whole prompt behind the tokens that the cache has already.
+        return ["assisted decoding behind a cache that was passed in"]
     if config.assistant_early_exit is not None:
         return ["assistant_early_exit changes the model between its steps"]
     if drafts_from_hidden_states(config, assistant):
@@ -183,6 +184,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
         core.counters.tokens += num_steps
         if keeps != "nothing":
             fill_cache(cache, run, columns, num_steps, step.dtype)
+            seams.forget_past(cache)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)
     return output

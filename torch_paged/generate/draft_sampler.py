@@ -1,4 +1,4 @@
-"""The sampler of drafts: it keeps the scores that each token was drawn from, and how sure it was."""
+"""The sampler of drafts: it keeps what scores each token was drawn from, and how likely it was."""
 
 from __future__ import annotations
 

@@ -34,7 +34,12 @@ _KNOWN_CRITERIA = (
 
 
 def draft_with(generator: Any, stack: contextlib.ExitStack) -> None:
-    """Let the assistant of a candidate generator draft on its own engine while `stack` is open."""
+    """Let a candidate generator draft where that is quickest, while `stack` is open.
+
+    An accelerated assistant drafts on its own engine.
+    """
+    if type(generator) is draft_seams.PromptLookupCandidateGenerator:
+        draft_seams.look_up_on_host(generator)
     # Others translate tokens in between, or draft in some way of their own.
     if type(generator) is not draft_seams.AssistedCandidateGenerator:
         return
@@ -82,6 +87,7 @@ class Drafter:
             why = ("it drafts for another model",)
             session.last_call = CallReport(session.decide_tier(), loop, why)
             if sampler is None:
+                self._lasts = False  # its criteria count the tokens of one round
                 return self._draft_stepwise(ids, logits)
             return self._draft_ahead(ids, logits, sampler, arguments["max_new_tokens"])
 

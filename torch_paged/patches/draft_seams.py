@@ -14,6 +14,7 @@ from transformers.generation import stopping_criteria
 from torch_paged.patches.seams import special_token_tensors
 
 AssistedCandidateGenerator = candidates.AssistedCandidateGenerator
+PromptLookupCandidateGenerator = candidates.PromptLookupCandidateGenerator
 ConfidenceCriteria = stopping_criteria.ConfidenceCriteria
 
 
@@ -40,6 +41,25 @@ def drafts_from_hidden_states(config: Any, assistant: Any) -> bool:
 def replace_drafting(generator: Any, draft: Any) -> None:
     """Let `draft` stand in for the call of `assistant.generate()` of a candidate generator."""
     generator._generate_candidates = draft
+
+
+def look_up_on_host(generator: Any) -> None:
+    """Let a prompt lookup compare ids on the host: on a GPU it waits for every comparison.
+
+    With processors it stays, for they run over the whole vocabulary.
+    """
+    if generator.logits_processor:
+        return
+    # Without processors nothing is forbidden, however often it is asked for.
+    generator.logits_processor = None
+    if generator.eos_token_id is not None:
+        generator.eos_token_id = generator.eos_token_id.cpu()
+    look_up = generator.get_candidates
+
+    def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return look_up(input_ids.cpu(), **kwargs)
+
+    generator.get_candidates = get_candidates
 
 
 def opt_out(generator: Any) -> None:
@@ -114,10 +134,12 @@ def note_confidences(generator: Any, confidences: list[float]) -> None:
 __all__ = [
     "AssistedCandidateGenerator",
     "ConfidenceCriteria",
+    "PromptLookupCandidateGenerator",
     "ResolvedCall",
     "confidence_threshold",
     "drafts_from_hidden_states",
     "inferred_padding",
+    "look_up_on_host",
     "note_confidences",
     "opt_out",
     "replace_drafting",

@@ -316,6 +316,11 @@ def record_past(cache: Any) -> None:
         cache.activate_past_recording()
 
 
+def forget_past(cache: Any) -> None:
+    """Drop what `record_past` kept, as the last crop of assisted decoding does."""
+    cache.crop(0)
+
+
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function; without a mask function of that name none is built."""
     if name not in ALL_ATTENTION_FUNCTIONS:
