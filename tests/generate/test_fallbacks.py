@@ -42,27 +42,6 @@ def assert_fell_back(model) -> None:
     assert sum(torch_paged.stats(model).fallbacks.values()) >= 1
 
 
-@pytest.mark.parametrize("kind", ["assistant", "prompt_lookup"])
-def test_assisted_decoding(kind, model, device, relaxed) -> None:
-    ids = prompt(17, 17, device=device).repeat(1, 2)
-    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
-    if kind == "assistant":
-        options = {"assistant_model": tiny(LlamaConfig, 8, device, num_hidden_layers=2)}
-    expected = greedy(copy.deepcopy(model), ids, **options)
-    relaxed(model)
-    assert torch.equal(greedy(model, ids, **options), expected)
-    assert_fell_back(model)
-
-
-def test_accelerated_assistant(model, device, relaxed) -> None:
-    ids = prompt(17, 17, device=device)
-    assistant = tiny(LlamaConfig, 9, device, num_hidden_layers=1)
-    expected = greedy(copy.deepcopy(model), ids, assistant_model=copy.deepcopy(assistant))
-    relaxed(model)
-    relaxed(assistant)
-    assert torch.equal(greedy(model, ids, assistant_model=assistant), expected)
-
-
 @pytest.mark.parametrize("kind", ["output_attentions", "output_hidden_states"])
 def test_inner_values_are_returned(kind, model, device, relaxed) -> None:
     ids, mask = padded_prompts((5, 16), device)

@@ -156,8 +156,7 @@ class DecoderStep:
             return 0
         return ALWAYS_KERNEL_ROWS if num_rows <= ALWAYS_KERNEL_ROWS else MAX_KERNEL_ROWS
 
-    def _bound_plan(self, mode: Mode, num_rows: int) -> BoundPlan:
-        fused_rows = self._fused_rows(mode, num_rows)
+    def _bound_plan(self, mode: Mode, fused_rows: int) -> BoundPlan:
         bound = self._bound.get((mode, fused_rows))
         if bound is None:
             if self._binding is None:
@@ -179,7 +178,12 @@ class DecoderStep:
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""
-        return self._bound_plan("prefill", inputs.slots.shape[0])(inputs)
+        return self._bound_plan("prefill", 0)(inputs)
+
+    def extend(self, inputs: StepInputs) -> Tensor:
+        """Run a few tokens behind cached ones: a prefill with the linears of a decode step."""
+        assert inputs.ids is not None
+        return self._bound_plan("prefill", self._fused_rows("decode", inputs.ids.shape[0]))(inputs)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
@@ -188,7 +192,8 @@ class DecoderStep:
             host = self._host_step(len(slot_list))
             if host is not None and min(slot_list) >= 0:
                 return host(slot_list)
-        return self._bound_plan("decode", slots.shape[0])(StepInputs(slots))
+        fused_rows = self._fused_rows("decode", slots.shape[0])
+        return self._bound_plan("decode", fused_rows)(StepInputs(slots))
 
     def _host_step(self, num_rows: int) -> HostStep | None:
         """Return the CPU form of the step for few rows; None where the plan has none."""
@@ -221,7 +226,8 @@ class VisitedStep(DecoderStep):
         self._visitor = visitor
 
     def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._bound_plan("prefill", inputs.slots.shape[0]).walk(inputs, self._visitor)
+        return self._bound_plan("prefill", 0).walk(inputs, self._visitor)
 
     def decode(self, slots: Tensor) -> Tensor:
-        return self._bound_plan("decode", slots.shape[0]).walk(StepInputs(slots), self._visitor)
+        fused_rows = self._fused_rows("decode", slots.shape[0])
+        return self._bound_plan("decode", fused_rows).walk(StepInputs(slots), self._visitor)

@@ -80,6 +80,10 @@ class StepModel(Protocol):
         """Return logits [len(last_index), vocab_size] of the tokens that `last_index` names."""
         ...
 
+    def extend(self, inputs: StepInputs) -> Tensor:
+        """Do the same for a few tokens behind cached ones, in about the time of a decode step."""
+        ...
+
     def decode(self, slots: Tensor) -> Tensor:
         """Return logits [num_rows, vocab_size]; writes the cache, not the slot state."""
         ...

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import SlotState
+from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
 from torch_paged.engine.prefill import BATCH_ROW_BUCKETS, SERVING_ROW_BUCKETS, CapturedPrefill
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
@@ -60,6 +61,13 @@ class Runner(Protocol):
 
     def logits(self, rows: Rows) -> Tensor:
         """Run the forward of one step; logits [num_rows, vocab_size], valid until the next."""
+        ...
+
+    def extend(self, extension: Extension) -> Tensor:
+        """Run several tokens of one row; logits [num_tokens, vocab_size], until the next launch.
+
+        What is chosen from the last of them is appended by `advance`.
+        """
         ...
 
 
@@ -125,6 +133,9 @@ class EagerRunner:
     def logits(self, rows: Rows) -> Tensor:
         return self._step.decode(rows.index)
 
+    def extend(self, extension: Extension) -> Tensor:
+        return extend_eagerly(self._step, self._state, extension)
+
 
 class CapturedRunner:
     """Replays a step as one CUDA graph per batch bucket, captured on first use.
@@ -156,6 +167,7 @@ class CapturedRunner:
         self._serve_prefill = CapturedPrefill(
             step, state.device, graphs, SERVING_ROW_BUCKETS, "serve prefill"
         )
+        self._extend = CapturedExtension(step, state, graphs)
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
@@ -226,6 +238,9 @@ class CapturedRunner:
             out.append(piece.clone())
             start = stop
         return torch.cat(out)
+
+    def extend(self, extension: Extension) -> Tensor:
+        return self._extend(extension)
 
     def _bucket_logits(self, slots: tuple[int, ...], index: Tensor) -> Tensor:
         bucket = pick_bucket(len(slots), self._buckets)

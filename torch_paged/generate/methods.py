@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch_paged.generate.assisted import assisted_decoding
 from torch_paged.generate.beams import beam_search
 from torch_paged.generate.decide import opted_out
 from torch_paged.generate.registry import find_session
@@ -30,7 +31,11 @@ def _without_fast_path(name: str) -> Callable[..., Any]:
     return method
 
 
-_OURS: dict[str, Callable[..., Any]] = {"_sample": sample, "_beam_search": beam_search}
+_OURS: dict[str, Callable[..., Any]] = {
+    "_sample": sample,
+    "_beam_search": beam_search,
+    "_assisted_decoding": assisted_decoding,
+}
 DECODING_METHODS = {
     name: _OURS.get(name) or _without_fast_path(name) for name in seams.DECODING_SEAMS
 }

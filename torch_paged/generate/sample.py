@@ -157,7 +157,7 @@ def _stepped(
             all_scores += (scores,)
         if keep_logits:
             all_logits += (raw,)
-        tokens = _choose(scores, config.do_sample)
+        tokens = choose_tokens(scores, config.do_sample)
         if pads:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
@@ -177,7 +177,8 @@ def _stepped(
     return input_ids, num_steps, extras
 
 
-def _choose(scores: Tensor, do_sample: bool) -> Tensor:
+def choose_tokens(scores: Tensor, do_sample: bool) -> Tensor:
+    """Choose tokens [num_rows] from scores [num_rows, vocab_size] as transformers does."""
     if do_sample:
         probs = torch.softmax(scores, dim=-1)
         return torch.multinomial(probs, num_samples=1).squeeze(1)

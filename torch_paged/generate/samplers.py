@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class SamplerShelf:
     """Samplers with state, the least recently used ones given up."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, ProcessedSampler] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Sampler] = OrderedDict()
         self._serials = itertools.count()
 
     def take(
@@ -76,11 +76,20 @@ class SamplerShelf:
         capacity = max(_LEAST_CAPACITY, 1 << (num_tokens - 1).bit_length())
         sizes = (shape.num_rows, shape.vocab_size, shape.device, capacity)
         name = (*sizes, draws, *(key for key, _ in blueprints))
+
+        def build(key: Hashable) -> ProcessedSampler:
+            return ProcessedSampler(blueprints, shape, capacity, key, draws=draws)
+
+        sampler = self.keep(name, build)
+        assert isinstance(sampler, ProcessedSampler)
+        return sampler
+
+    def keep(self, name: Hashable, build: Callable[[Hashable], Sampler]) -> Sampler:
+        """Return the sampler of this name, built with a key of its own if there is none."""
         sampler = self._kept.pop(name, None)
         if sampler is None:
             # A graph of a sampler that was given up must never be found again.
-            key = ("processed", next(self._serials))
-            sampler = ProcessedSampler(blueprints, shape, capacity, key, draws=draws)
+            sampler = build(("processed", next(self._serials)))
         self._kept[name] = sampler
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)

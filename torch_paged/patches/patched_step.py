@@ -182,6 +182,9 @@ class PatchedStep:
             return self._forward(inputs, False, cache, kwargs)[0]
         return self._forward(inputs, False, cache, kwargs)[0].index_select(0, wanted)
 
+    def extend(self, inputs: StepInputs) -> Tensor:
+        return self.prefill(inputs)
+
     def decode(self, slots: Tensor) -> Tensor:
         assert self._binding is not None
         state = self._binding.state

@@ -1,5 +1,7 @@
 """Every symbol of transformers that is private or has moved between releases, in one file.
 
+Those of candidate generators are in draft_seams.py.
+
 tests/patches/test_seams.py holds these on the oldest and the newest supported release.
 """
 
@@ -312,6 +314,17 @@ def replace_output_cache(output: Any, cache: Any) -> None:
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     """Return the name under which this call has its cache, or None."""
     return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+
+
+def record_past(cache: Any) -> None:
+    """Let a cache keep what its windows hide until it is cropped, as assisted decoding does."""
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+
+
+def forget_past(cache: Any) -> None:
+    """Drop what `record_past` kept, as the last crop of assisted decoding does."""
+    cache.crop(0)
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
