@@ -95,7 +95,8 @@ class Stats:
         graphs: CUDA graphs held.
         graph_bytes: memory of the graphs' shared pool.
         capture_seconds: time spent on capturing.
-        fallbacks: reason -> number of calls that ran Hugging Face's code for it.
+        fallbacks: reason -> number of calls that ran Hugging Face's code for it, without having
+            asked for that.
         recaptures: captures made again because parameters or the KV pool had moved.
         not_captured: what runs without a graph although graphs are on -> why.
     """

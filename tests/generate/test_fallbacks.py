@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig
 
 import torch_paged
 from torch_paged.errors import UnsupportedFeatureError
+
+OPTED_OUT = "eager path; opted out: generation_config.torch_paged is False"
 
 
 @pytest.fixture
@@ -163,12 +166,32 @@ def test_opt_out_for_a_call(model, device, accelerate) -> None:
     config.torch_paged = False
     got = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     assert torch.equal(got, expected)
-    assert torch_paged.explain(model).last_call.path == "eager"
+    assert str(torch_paged.explain(model).last_call) == OPTED_OUT
     assert torch.equal(greedy(model, ids), expected)
     assert torch_paged.explain(model).last_call.path == "fused"
     model.generation_config.torch_paged = False
     assert torch.equal(greedy(model, ids), expected)
-    assert torch_paged.explain(model).last_call.path == "eager"
+    assert str(torch_paged.explain(model).last_call) == OPTED_OUT
+
+
+@pytest.mark.parametrize("on_unsupported", ["fallback", "raise"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"use_cache": False}],
+    ids=["sample", "beams", "assisted", "also_unsupported"],
+)
+def test_opt_out_is_no_fallback(
+    options, on_unsupported, model, device, accelerate, caplog
+) -> None:
+    ids = prompt(17, 17, device=device)
+    expected = greedy(copy.deepcopy(model), ids, 4, **options)
+    accelerate(model, on_unsupported=on_unsupported)
+    model.generation_config.torch_paged = False
+    with caplog.at_level(logging.DEBUG, logger="torch_paged"):
+        assert torch.equal(greedy(model, ids, 4, **options), expected)
+    assert str(torch_paged.explain(model).last_call) == OPTED_OUT
+    assert not torch_paged.stats(model).fallbacks
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -380,8 +380,11 @@ def test_what_the_engine_cannot_do_is_transformers_again(
         setattr(config, name, value)
     manager = model.init_continuous_batching(generation_config=config)
     assert type(manager) is ContinuousBatchingManager and len(made) == 1
-    (reason,) = torch_paged.stats(model).fallbacks
+    (reason,) = torch_paged.explain(model).last_call.reasons
     assert next(iter(field)) in reason
+    # Opting out is no fallback.
+    expected = {} if "torch_paged" in field else {reason: 1}
+    assert torch_paged.stats(model).fallbacks == expected
     torch_paged.restore(model)
 
 

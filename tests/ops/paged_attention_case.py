@@ -105,18 +105,25 @@ def make_pool(
     max_blocks: int = 0,
     num_queries: list[int] | None = None,
     new_token_cached: bool = True,
-    poison: float = math.nan,
+    poison: float | None = None,
     seed: int = 0,
 ) -> Pool:
-    """Build a pool; a length of 0 makes a padding row (slot -1)."""
+    """Build a pool; a length of 0 makes a padding row (slot -1).
+
+    Unless it is given, poison is infinity in even places of a block and NaN in odd ones: a
+    maximum may drop the one and a comparison the other.
+    """
     generator = torch.Generator().manual_seed(seed)
     v_dim = v_dim or head_dim
     num_queries = num_queries or [1] * len(lengths)
     counts = [-(-length // block_size) for length in lengths]
     max_blocks = max(max_blocks, max(counts, default=0) + 1)
     num_blocks = sum(counts) + 3
-    k_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), poison, dtype=dtype)
-    v_cache = torch.full((num_blocks, num_kv_heads, block_size, v_dim), poison, dtype=dtype)
+    places = [math.inf, math.nan] if poison is None else [poison, poison]
+    unwritten = torch.tensor(places, dtype=dtype).repeat(block_size // 2)[:, None]
+    k_cache, v_cache = (
+        unwritten.expand(num_blocks, num_kv_heads, -1, dim).clone() for dim in (head_dim, v_dim)
+    )
     order = torch.randperm(num_blocks, generator=generator).tolist()
     num_slots = len(lengths) + 2
     slots = torch.randperm(num_slots, generator=generator)[: len(lengths)].int()

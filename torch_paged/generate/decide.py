@@ -82,7 +82,7 @@ def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> l
     return reasons
 
 
-OPTED_OUT = "generation_config.torch_paged is False"
+OPTED_OUT = "opted out: generation_config.torch_paged is False"
 
 
 def opted_out(config: Any) -> list[str]:

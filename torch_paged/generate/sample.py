@@ -73,10 +73,15 @@ def sample(
 def fall_back(session: Session, reasons: list[str], original: Callable[[], Any]) -> Any:
     """Run Hugging Face's own code and note why, or raise if that was asked for.
 
+    A call that opted out gets what it asked for: that is no fallback, and neither raises nor logs.
+
     Raises:
-        UnsupportedFeatureError: with ``on_unsupported="raise"``; never for a call that opted out.
+        UnsupportedFeatureError: with ``on_unsupported="raise"``.
     """
-    if session.config.on_unsupported == "raise" and reasons != [OPTED_OUT]:
+    if reasons == [OPTED_OUT]:
+        session.last_call = CallReport("eager", None, (OPTED_OUT,))
+        return original()
+    if session.config.on_unsupported == "raise":
         raise UnsupportedFeatureError(
             f"this call cannot run on the accelerated path: {'; '.join(reasons)}; "
             "change the call, or pass on_unsupported='fallback'"
