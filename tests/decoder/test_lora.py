@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_paged.config import Config
-from torch_paged.decoder.fusion import FusionProfile, fuse
+from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.linears import held_linear, linear_slot
 from torch_paged.decoder.plan import Attention, Linear, lower
 from torch_paged.decoder.step import DecoderStep
@@ -90,7 +90,7 @@ def test_half_weights_take_adapters_of_their_own_dtype_or_float32(dtype):
 
 def test_adapters_do_not_take_a_linear_out_of_its_kernel():
     model, _ = make(ALL)
-    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(linears=True))
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
     # embed, one rotary table, five a layer, head
     assert len(plan.instructions) == 2 + 5 * 2 + 1
     assert "q_proj + lora default |" in str(plan)
@@ -109,7 +109,7 @@ def test_what_one_kernel_cannot_add_is_added_behind_it(change):
         lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         wrapper.add_adapter("second", lora)
         wrapper.base_model.set_adapter(["default", "second"])
-    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(linears=True))
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
     attentions = [at for at, i in enumerate(plan.instructions) if isinstance(i, Attention)]
     first = plan.instructions[attentions[0] - 1]
     assert isinstance(first, Linear) and first.norm is None

@@ -185,7 +185,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
         num_steps = sequences.shape[1] - width
         core.counters.tokens += num_steps
         if keeps != "nothing":
-            fill_cache(cache, run, columns, num_steps, step.dtype)
+            fill_cache(cache, run, columns, num_steps, step)
             seams.forget_past(cache)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)
