@@ -135,7 +135,7 @@ def generate(model, ids, **options):
 @pytest.fixture
 def pair():
     """A model and an assistant that agree: their layers leave the last token's state alone."""
-    model, assistant = build(24), build(2)
+    model, assistant = build(24, torch.float32), build(2, torch.float32)
     assistant.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         for layer in (*model.model.layers, *assistant.model.layers):
