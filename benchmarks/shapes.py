@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,15 +73,25 @@ TINY = "tiny"
 
 
 def build(
-    name: str, *, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
+    name: str,
+    *,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    fields: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build the model on `device` with random weights of a fixed seed."""
+    """Build the model on `device` with random weights of a fixed seed.
+
+    Args:
+        fields: of its config, where they differ from the true ones.
+    """
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config(name), attn_implementation="sdpa")
+            shape = config(name)
+            shape.update(dict(fields or {}))
+            model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     finally:
         torch.set_default_dtype(before)
     model.generation_config.eos_token_id = None

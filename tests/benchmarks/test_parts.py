@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import torch_paged
-from benchmarks import parity, plots, shapes, tables
+from benchmarks import parity, plots, shapes, speculation, tables
 from benchmarks.decode import GREEDY, SAMPLE, generate
 from benchmarks.parity import Oracle, Warp, WrongResult, hf_logits
 from benchmarks.record import Record, Row, measured
@@ -32,6 +33,7 @@ SCRIPTS = [
     "ragged",
     "report",
     "soak",
+    "speculation",
 ]
 
 
@@ -238,3 +240,19 @@ def test_script_starts(
 def test_pytest_alone_runs_no_benchmark(request: pytest.FixtureRequest) -> None:
     assert request.config.getini("testpaths") == ["tests"]
     assert list((ROOT / "benchmarks").glob("test_*.py"))
+
+
+def test_speculation_is_measured_with_the_agreement_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ["--prompt", "70", "--new", "40", "--repeats", "1", "--candidates", "3"]
+    names = ["--target", "tiny", "--draft", "tiny", "--agreement", "1.0"]
+    path = tmp_path / "out" / "speculation.json"
+    monkeypatch.setattr(sys, "argv", ["speculation", *names, *sizes, "--json", str(path)])
+    speculation.main()
+    plain, _, drafted, looked_up = json.loads(path.read_text())["rows"]
+    assert plain["times_plain"] == 1.0
+    for row in (drafted, looked_up):
+        # All candidates are accepted, and one token comes on top; calls of one token ask for none.
+        assert 3.5 < row["tokens_per_round"] <= 4.0
+        assert f"{row['what']}: ms" in capsys.readouterr().out or row is looked_up

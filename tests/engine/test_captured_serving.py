@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from torch_paged.engine.output import RequestOutput
-from torch_paged.engine.runner import CapturedRunner
 
 sys.path.append(str(Path(__file__).parent))
 
+from replaying_graphs import ReplayingGraphs, capture  # noqa: E402
 from serving_case import (  # noqa: E402
     Answers,
     core_of,
@@ -23,60 +21,6 @@ from serving_case import (  # noqa: E402
     run_checked,
     small_model,
 )
-
-
-class ReplayingGraphs:
-    """Stands in for `GraphCache`: a replay runs the captured code, into a static output."""
-
-    def __init__(self, refused: Collection[str] = ()) -> None:
-        self.refusals = dict.fromkeys(refused, "it reads its data back")
-        self.code: dict[Hashable, Callable[[], Any]] = {}
-        self.static: dict[Hashable, torch.Tensor] = {}
-        self.num_replays = 0
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self.code
-
-    def prepare(
-        self, kind: str, key: Hashable, fn: Callable[[], Any], *, warmup: Any = None
-    ) -> bool:
-        if kind in self.refusals:
-            return False
-        if key not in self.code:
-            warmup()
-            self.code[key] = fn
-        return True
-
-    def replay(self, key: Hashable) -> Any:
-        self.num_replays += 1
-        out = self.code[key]()
-        if out is None:
-            return None
-        if key not in self.static:
-            self.static[key] = torch.empty_like(out)
-        # What an earlier replay returned is overwritten, as a graph would.
-        return self.static[key].copy_(out)
-
-    def clear(self) -> None:
-        self.code.clear()
-        self.static.clear()
-
-
-def capture(core: Any, graphs: ReplayingGraphs, buckets: tuple[int, ...]) -> None:
-    """Let the steps of a core be captured."""
-    made: dict[int, CapturedRunner] = {}
-    eager = core.runner
-
-    def captured() -> CapturedRunner:
-        eager()  # binds
-        state = core.state
-        if id(state) not in made:
-            graphs.clear()
-            made.clear()
-            made[id(state)] = CapturedRunner(core.step, state, graphs, buckets)  # type: ignore[arg-type]
-        return made[id(state)]
-
-    core.runner = captured
 
 
 def serve(buckets: tuple[int, ...], budget: int, graphs: ReplayingGraphs) -> None:

@@ -363,6 +363,7 @@ def test_long_drafts(pair, ids, accelerate) -> None:
 
 def test_windows_stay_while_tokens_are_taken_back(device, accelerate) -> None:
     model = tiny_family("mistral", device)
+    model.generation_config.pad_token_id = None
     settings = {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.0}
     assistant = similar(model, 0.02, **settings)
     ids = prompt(40, 40, device=device)

@@ -198,9 +198,9 @@ def test_opt_out_is_no_fallback(
     "unsupported",
     [
         {"output_attentions": True, "return_dict_in_generate": True},
-        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
     ],
-    ids=["attentions", "prompt_lookup"],
+    ids=["attentions", "early_exit"],
 )
 def test_raise_comes_before_tokens_and_random_numbers(
     unsupported, model, device, accelerate
@@ -210,7 +210,7 @@ def test_raise_comes_before_tokens_and_random_numbers(
     puts: list[torch.Tensor] = []
     streamer = type("S", (), {"put": lambda self, v: puts.append(v), "end": lambda self: None})()
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, **unsupported}
-    if "prompt_lookup_num_tokens" not in unsupported:
+    if "assistant_early_exit" not in unsupported:
         options["streamer"] = streamer
     accelerate(model)
     torch.manual_seed(3)

@@ -28,7 +28,14 @@ class Field(NamedTuple):
     note: str = ""
 
 
-_ASSISTED = Field("falls back", "of assisted decoding, which has a loop of its own")
+_LOOKUP = Field("loop", "of prompt lookups: candidates are verified in one step of a few tokens")
+_ASSISTED = Field("loop", "of assisted decoding, which is read from the assistant's own config")
+_UNIVERSAL = Field(
+    "loop", "of an assistant with another tokenizer, which drafts with its own code"
+)
+_HIDDEN = Field(
+    "falls back", "candidates are drafted from hidden states, which the step does not keep"
+)
 _GONE = Field("falls back", "its decoding method left transformers: it loads code from the Hub")
 
 FIELDS: dict[str, Field] = {
@@ -98,18 +105,18 @@ FIELDS: dict[str, Field] = {
     "decoder_start_token_id": Field("resolved", "of encoder-decoders"),
     "token_healing": Field("resolved", "changes the prompt"),
     # Assisted decoding.
-    "is_assistant": Field("falls back", "the model drafts for another one"),
-    "prompt_lookup_num_tokens": _ASSISTED,
-    "max_matching_ngram_size": _ASSISTED,
+    "is_assistant": Field("loop", "an accelerated assistant drafts in its step"),
+    "prompt_lookup_num_tokens": _LOOKUP,
+    "max_matching_ngram_size": _LOOKUP,
     "num_assistant_tokens": _ASSISTED,
     "num_assistant_tokens_schedule": _ASSISTED,
     "assistant_confidence_threshold": _ASSISTED,
-    "assistant_early_exit": _ASSISTED,
-    "assistant_ensemble_weight": _ASSISTED,
-    "assistant_lookbehind": _ASSISTED,
-    "target_lookbehind": _ASSISTED,
-    "speculation_type": _ASSISTED,
-    "use_mtp": _ASSISTED,
+    "assistant_early_exit": Field("falls back", "it changes the model between its steps"),
+    "assistant_ensemble_weight": Field("loop", "of assisted decoding"),
+    "assistant_lookbehind": _UNIVERSAL,
+    "target_lookbehind": _UNIVERSAL,
+    "speculation_type": _HIDDEN,
+    "use_mtp": _HIDDEN,
     # Of the file.
     "transformers_version": Field("none"),
 }
