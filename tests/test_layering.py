@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -203,6 +204,28 @@ print("normalised")
 """
     result = run_python(script)
     assert result.stdout.strip() == "normalised", result.stderr
+
+
+def test_files_without_transformers_are_told_by_what_they_import() -> None:
+    spec = importlib.util.spec_from_file_location("tests_conftest", ROOT / "tests/conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    without = {layer for layer, packages in THIRD_PARTY.items() if "transformers" not in packages}
+    assert conftest._WITHOUT_TRANSFORMERS == without - {""}
+    reaches = {
+        name: conftest.reaches_transformers(ROOT / "tests" / name)
+        for name in (
+            "engine/test_scheduler_traces.py",
+            "ops/test_compile_targets.py",
+            "ops/test_paged_attention_decode.py",  # by way of paged_attention_case.py
+            "engine/test_engine.py",  # torch_paged itself
+            "ops/test_rms_norm.py",  # compares with transformers' norms
+            "ops/test_rotary_cache_write.py",  # rotary_cache_write_case.py does
+            "test_layering.py",
+        )
+    }
+    assert list(reaches.values()) == [False] * 3 + [True] * 4, reaches
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:

