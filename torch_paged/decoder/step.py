@@ -49,6 +49,8 @@ class DecoderStep:
         self.spec = spec
         self.watch = ModuleWatch(root, spec)
         self._fuse_linears = fuse_linears
+        # Sees every run, op by op, and may replace values; a plan's host form is passed by.
+        self.visitor: Visitor | None = None
         self._binding: Binding | None = None
         self._bound: dict[tuple[Mode, bool], BoundPlan] = {}
         self._host: dict[int, HostStep | None] = {}
@@ -141,16 +143,21 @@ class DecoderStep:
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""
-        return self._bound_plan("prefill", inputs.slots.shape[0])(inputs)
+        return self._run("prefill", inputs)
+
+    def _run(self, mode: Mode, inputs: StepInputs) -> Tensor:
+        bound = self._bound_plan(mode, inputs.slots.shape[0])
+        return bound(inputs) if self.visitor is None else bound.walk(inputs, self.visitor)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
-        if slots.device.type == "cpu" and slots.shape[0] <= MAX_HOST_ROWS:
+        few = slots.device.type == "cpu" and slots.shape[0] <= MAX_HOST_ROWS
+        if few and self.visitor is None:
             slot_list = slots.tolist()
             host = self._host_step(len(slot_list))
             if host is not None and min(slot_list) >= 0:
                 return host(slot_list)
-        return self._bound_plan("decode", slots.shape[0])(StepInputs(slots))
+        return self._run("decode", StepInputs(slots))
 
     def _host_step(self, num_rows: int) -> HostStep | None:
         """Return the CPU form of the step for few rows; None where the plan has none."""
@@ -173,17 +180,3 @@ class DecoderStep:
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows
-
-
-class VisitedStep(DecoderStep):
-    """The same step, shown to a visitor op by op; a plan's host form is passed by."""
-
-    def __init__(self, root: nn.Module, spec: DecoderSpec, visitor: Visitor) -> None:
-        super().__init__(root, spec)
-        self._visitor = visitor
-
-    def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._bound_plan("prefill", inputs.slots.shape[0]).walk(inputs, self._visitor)
-
-    def decode(self, slots: Tensor) -> Tensor:
-        return self._bound_plan("decode", slots.shape[0]).walk(StepInputs(slots), self._visitor)
