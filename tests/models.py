@@ -23,6 +23,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     HeliumConfig,
     Jais2Config,
@@ -30,10 +31,12 @@ from transformers import (
     LlamaForCausalLM,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
@@ -41,6 +44,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -183,6 +187,39 @@ FAMILIES = {
     "arcee": Family(ArceeConfig, 12, {"mlp_bias": True}),
     "jais2": Family(Jais2Config, 2, {"head_dim": 16}),
     "nemotron": Family(NemotronConfig, 2, {"head_dim": 16, "mlp_bias": True}),
+    "mixtral": Family(MixtralConfig, 10, {"num_local_experts": 6, "sliding_window": 17}),
+    "qwen3_moe": Family(
+        Qwen3MoeConfig,
+        33,
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": Family(OlmoeConfig, 84, {"num_experts": 6, "num_experts_per_tok": 2}),
+    "gpt_oss": Family(
+        GptOssConfig,
+        0,
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 17,
+            "layer_types": _TWO_KINDS,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 
 
@@ -215,12 +252,22 @@ def tiny(
 
 
 def tiny_family(
-    name: str, device: torch.device | str = "cpu", seed: int | None = None
+    name: str, device: torch.device | str = "cpu", seed: int | None = None, **fields: Any
 ) -> PreTrainedModel:
-    """Build the tiny model of a row of FAMILIES."""
+    """Build the tiny model of a row of FAMILIES, with `fields` changed."""
     family = FAMILIES[name]
     weight_seed = family.seed if seed is None else seed
-    return tiny(family.config_class, weight_seed, device, **family.fields)
+    return tiny(family.config_class, weight_seed, device, **family.fields | fields)
+
+
+def without_choice(name: str) -> dict[str, Any]:
+    """Return the fields of a row of FAMILIES with which every token takes all experts.
+
+    In low precision tokens change experts at near ties, and their values with them.
+    """
+    fields = FAMILIES[name].fields
+    counts = [fields[key] for key in ("num_local_experts", "num_experts") if key in fields]
+    return {"num_experts_per_tok": counts[0]} if counts else {}
 
 
 def tape_model(chain: Sequence[int], device: torch.device | str, vocab: int = 263) -> nn.Module:

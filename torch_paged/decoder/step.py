@@ -52,6 +52,8 @@ class DecoderStep:
         self.spec = spec
         self.watch = ModuleWatch(root, spec)
         self._fuse_linears = fuse_linears
+        # Sees every run, op by op, and may replace values; a plan's host form is passed by.
+        self.visitor: Visitor | None = None
         self._binding: Binding | None = None
         self._bound: dict[tuple[Mode, int], BoundPlan] = {}
         self._host: dict[int, HostStep | None] = {}
@@ -178,22 +180,27 @@ class DecoderStep:
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         """Run packed prompt chunks; returns logits [len(last_index), vocab_size]."""
-        return self._bound_plan("prefill", 0)(inputs)
+        return self._run("prefill", 0, inputs)
 
     def extend(self, inputs: StepInputs) -> Tensor:
         """Run a few tokens behind cached ones: a prefill with the linears of a decode step."""
         assert inputs.ids is not None
-        return self._bound_plan("prefill", self._fused_rows("decode", inputs.ids.shape[0]))(inputs)
+        return self._run("prefill", self._fused_rows("decode", inputs.ids.shape[0]), inputs)
+
+    def _run(self, mode: Mode, fused_rows: int, inputs: StepInputs) -> Tensor:
+        bound = self._bound_plan(mode, fused_rows)
+        return bound(inputs) if self.visitor is None else bound.walk(inputs, self.visitor)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Run one token of each row of `slots` [num_rows]; returns logits [num_rows, vocab]."""
-        if slots.device.type == "cpu" and slots.shape[0] <= MAX_HOST_ROWS:
+        few = slots.device.type == "cpu" and slots.shape[0] <= MAX_HOST_ROWS
+        if few and self.visitor is None:
             slot_list = slots.tolist()
             host = self._host_step(len(slot_list))
             if host is not None and min(slot_list) >= 0:
                 return host(slot_list)
         fused_rows = self._fused_rows("decode", slots.shape[0])
-        return self._bound_plan("decode", fused_rows)(StepInputs(slots))
+        return self._run("decode", fused_rows, StepInputs(slots))
 
     def _host_step(self, num_rows: int) -> HostStep | None:
         """Return the CPU form of the step for few rows; None where the plan has none."""
@@ -216,18 +223,3 @@ class DecoderStep:
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows
-
-
-class VisitedStep(DecoderStep):
-    """The same step, shown to a visitor op by op; a plan's host form is passed by."""
-
-    def __init__(self, root: nn.Module, spec: DecoderSpec, visitor: Visitor) -> None:
-        super().__init__(root, spec)
-        self._visitor = visitor
-
-    def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._bound_plan("prefill", 0).walk(inputs, self._visitor)
-
-    def decode(self, slots: Tensor) -> Tensor:
-        fused_rows = self._fused_rows("decode", slots.shape[0])
-        return self._bound_plan("decode", fused_rows).walk(StepInputs(slots), self._visitor)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.core import EngineCore
 from torch_paged.errors import OutOfBlocks
+from torch_paged.generate.forced_routing import ForcedRouting
 from torch_paged.patches.seams import (
     CACHE_NAMES,
     call_cache,
@@ -29,15 +30,17 @@ _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 def selftest_reason(model: Any, core: EngineCore) -> str:
     """Return "" if prefill and decode agree with `model(...)` on a short random prompt."""
     ids = random_ids(model, _PROMPT_TOKENS + _DECODE_TOKENS).to(core.device)
+    routing = ForcedRouting(core.step)
     with torch.no_grad():
-        with eager_attention(model):
+        with eager_attention(model), routing.noting():
             outputs = own_outputs(model, ids, _PROMPT_TOKENS)
             expected = torch.stack([out.logits[0, -1] for out in outputs])
         # What is wrong with the settings shows here, and is not the step's fault.
         core.prepare(1, ids.shape[0], 1)
         core.make_room(1)
         try:
-            got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
+            with routing.giving():
+                got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
         except (OutOfBlocks, torch.OutOfMemoryError):
             raise
         except Exception as failure:  # such as of a forward that casts what it computes
@@ -51,7 +54,7 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
     error = float((got - expected).pow(2).mean().sqrt() / scale.clamp_min(1e-20))
     limit = _LIMITS.get(core.step.dtype, 0.1)
     if error <= limit:
-        return ""
+        return routing.reason(limit)
     return (
         f"self-test: logits differ from the model's own by {error:.2g} of their spread "
         f"(limit {limit:g})"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_paged.config import Config
 from torch_paged.decoder.spec import DecoderSpec
-from torch_paged.decoder.step import DecoderStep, VisitedStep
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.protocols import StepModel
 from torch_paged.generate.check.module_walk import ModuleWalk, compared_modules
@@ -96,8 +96,10 @@ def _compare_plan(
     ids = random_ids(model, num_prompt_tokens + DECODE_TOKENS).to(model.device)
     forwards = own_forwards(model, modules_of(spec), ids, num_prompt_tokens)
     failure = ""
+    step = DecoderStep(model, spec)
+    step.visitor = walk
     try:
-        _drive(VisitedStep(model, spec, walk), walk, forwards, ids, num_prompt_tokens)
+        _drive(step, walk, forwards, ids, num_prompt_tokens)
     except Exception as error:  # a wrong row may break any op in its own way
         failure = f"{type(error).__name__}: {error}"
         if walk.running is not None:
