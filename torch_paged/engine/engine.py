@@ -19,8 +19,9 @@ from torch_paged.engine.weights import PrefixGuard
 
 # Steps that the log holds: a row's tokens are read from it in pieces of about half of that.
 _LOG_STEPS = 512
-# A row whose block is full costs a step 5 us, and 25 us more if it is the only one.
-_STEPS_AHEAD = 64
+# Rows get the blocks of so many steps at once: more cost less time (2 us a row) and more blocks (of
+# those that ragged work holds 3% are empty with 48 steps, 4% with 64).
+_STEPS_AHEAD = 48
 
 
 class ServingEngine:

@@ -185,7 +185,7 @@ class Scheduler:
             self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
-        if decode and not self._grow_at_once():
+        if decode and not self._grow_at_once(1):
             self._grow_rows(1, preempt=self._preempt)
         num_decoding = len(self._clock.rows) if decode else 0
         budget = max(1, self._max_num_batched_tokens - num_decoding)
@@ -212,7 +212,8 @@ class Scheduler:
         Raises:
             OutOfBlocks: not all rows got theirs; what was given comes with the next updates.
         """
-        self._grow_rows(num_tokens_ahead, preempt=False)
+        if not self._grow_at_once(num_tokens_ahead):
+            self._grow_rows(num_tokens_ahead, preempt=False)
         return self._draft.take_block_updates()
 
     def advance(self, num_steps: int) -> None:
@@ -312,14 +313,19 @@ class Scheduler:
         self._draft.block_updates += self._blocks.table_rows(request)
         return True
 
-    def _grow_at_once(self) -> bool:
-        """Give every row whose blocks are full one more, if that many are free."""
-        due = list(self._clock.rows_to_grow(1))
+    def _grow_at_once(self, num_steps: int) -> bool:
+        """Give every row the blocks of its next steps, if that many are free for all of them."""
+        due = list(self._clock.rows_to_grow(num_steps))
         if not due:
             return True
         for request in due if self._blocks.has_window else ():
             self._blocks.drop_behind(request, self.num_computed_tokens(request))
-        updates = self._blocks.grow_all(due)
+        updates = self._blocks.grow_all(
+            [
+                (request, min(self.num_computed_tokens(request) + num_steps, request.max_kv_tokens))
+                for request in due
+            ]
+        )
         self._draft.block_updates += updates or ()
         for request in due:
             self._clock.watch_blocks(request)
