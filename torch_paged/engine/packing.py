@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import to_device
-from torch_paged.engine.packed_prompts import token_places
-from torch_paged.engine.request import Request
+from torch_paged.engine.packed_prompts import int64_tensor, slot_mapping, token_indices
 from torch_paged.engine.step import PrefillChunk
 
 
@@ -57,16 +57,18 @@ def pack_chunks(
     sampled = [c.request.slot if c.is_last else -1 for c in chunks]
     last = [c.start + c.length - 1 for c in chunks if c.is_last]
     rows, tokens = len(chunks), bounds[-1]
-    positions = torch.cat(
-        [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-    )
+    pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+    positions = token_indices(pieces)
     scored, targets = _scored(chunks, bounds, num_scored)
     last_index = [bound - 1 for bound in bounds[1:]]
     per_chunk = torch.tensor(
         [*slots, *starts, *bounds, *last_index, *scored, *sampled, *last, *targets]
     )
-    ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
-    mappings = [_slot_mapping(chunks, table, block_size) for table in range(num_tables)]
+    ids = _token_ids(chunks)
+    held = [chunk.request.blocks for chunk in chunks]
+    mappings = [
+        slot_mapping(pieces, held, table, block_size, positions) for table in range(num_tables)
+    ]
     packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
     sizes = [rows, rows, rows + 1, rows + len(scored), rows, len(last), len(targets)]
     index, prefix, cu_seqlens, wanted, ends, last_positions, following, *per_token = packed.split(
@@ -98,25 +100,18 @@ def _scored(
     return index, targets
 
 
-def _token_ids(request: Request, start: int, length: int) -> Tensor:
-    """Return ids [length] of prompt and output from `start` on."""
-    assert request.prompt_ids is not None
-    stop, prompt = start + length, request.num_prompt_tokens
-    ids = list(request.prompt_ids[start : min(stop, prompt)])
-    if stop > prompt:
-        ids += request.output_ids[max(start - prompt, 0) : stop - prompt]
-    assert len(ids) == length, "the tokens of a request must be known before it is prefilled"
-    return torch.tensor(ids)
-
-
-def _slot_mapping(chunks: Sequence[PrefillChunk], table: int, block_size: int) -> Tensor:
-    """Return the flat cache index [num_tokens] int64 of all tokens of the chunks."""
-    return torch.cat(
-        [
-            token_places(chunk.request.blocks, chunk.start, chunk.length, table, block_size)
-            for chunk in chunks
-        ]
-    )
+def _token_ids(chunks: Sequence[PrefillChunk]) -> Tensor:
+    """Return the ids [num_tokens] of all chunks, of prompt and output."""
+    ids = array("q")
+    for request, start, length, _ in chunks:
+        assert request.prompt_ids is not None
+        stop, prompt, before = start + length, request.num_prompt_tokens, len(ids)
+        ids.extend(array("q", request.prompt_ids[start : min(stop, prompt)]))
+        if stop > prompt:
+            ids.extend(array("q", request.output_ids[max(start - prompt, 0) : stop - prompt]))
+        if len(ids) - before != length:
+            raise AssertionError("the tokens of a request must be known before it is prefilled")
+    return int64_tensor(ids)
 
 
 __all__ = ["PackedChunks", "pack_chunks"]
