@@ -24,6 +24,9 @@ class StepInputs:
         last_index: int64 index of each row's last token in the packing, [num_rows], and behind
             these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
+        decoding: [num_decoding] int32 slots of rows that decode beside the prompts, -1 for
+            padding. The packing begins with their last tokens, which `slots` has as a row of slot
+            -1, and `last_index` with 0 to num_decoding - 1, in the place of that row.
     """
 
     slots: Tensor
@@ -34,6 +37,14 @@ class StepInputs:
     slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
+    decoding: Tensor | None = None
+
+
+def put_decoding(state: SlotState, inputs: StepInputs) -> None:
+    """Put the last tokens of decoding rows in front of the prompts that they share a step with."""
+    if inputs.decoding is not None:
+        assert inputs.ids is not None and inputs.positions is not None
+        state.put_last_tokens(inputs.decoding, inputs.ids, inputs.positions)
 
 
 @dataclass(frozen=True, slots=True)

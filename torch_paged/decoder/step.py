@@ -70,6 +70,23 @@ class DecoderStep:
         return self.spec.vocab_size
 
     @property
+    def layer_flops(self) -> float:
+        """Operations of the projections of one token in a layer, about."""
+        layers = self.spec.layers
+        parts = [
+            part.ref.module
+            for layer in layers
+            for part in (
+                *layer.attention.projections,
+                layer.attention.output,
+                *layer.mlp.inputs,
+                layer.mlp.output,
+            )
+        ]
+        weights = sum(weight.numel() for part in parts for weight in part.parameters())
+        return 2.0 * weights / max(len(layers), 1)
+
+    @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Cache shape of every layer."""
         return tuple(

@@ -23,7 +23,8 @@ class PackedChunks(NamedTuple):
         inputs: of the step.
         prefix: [num_chunks] tokens cached before each chunk.
         slots: [num_chunks] slots as an index.
-        sampled: [num_chunks] int32 slots of the chunks that end their prompt, -1 for others.
+        sampled: int32 slots of those whose next token the step samples, [num_chunks], -1 for
+            chunks that do not end their prompt; the decoding rows in front.
         last_positions: [num_ending] positions of the last tokens of these.
         targets: [num_scored] int64 prompt tokens that follow the scored ones.
     """
@@ -42,49 +43,60 @@ def pack_chunks(
     num_tables: int,
     device: torch.device,
     num_scored: Sequence[int] = (),
+    decoding: Sequence[int] = (),
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
 
     Args:
         num_tables: block tables of the layers.
+        decoding: slots of the rows that decode in the same step.
         num_scored: for each chunk, how many of its first tokens are scored, that is, have their
             logits computed too, for what these say of the prompt token that follows; () for none.
     """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
     lengths = [chunk.length for chunk in chunks]
-    bounds = [0, *accumulate(lengths)]
-    sampled = [c.request.slot if c.is_last else -1 for c in chunks]
+    count = len(decoding)
+    # Decoding rows are a row without a slot for the attention of prompts.
+    hole, origin = ([-1], [0]) if count else ([], [])
+    bounds = [*accumulate(lengths, initial=count)]
+    sampled = [*decoding, *(c.request.slot if c.is_last else -1 for c in chunks)]
     last = [c.start + c.length - 1 for c in chunks if c.is_last]
-    rows, tokens = len(chunks), bounds[-1]
-    pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
-    positions = token_indices(pieces)
     scored, targets = _scored(chunks, bounds, num_scored)
-    last_index = [bound - 1 for bound in bounds[1:]]
-    per_chunk = torch.tensor(
-        [*slots, *starts, *bounds, *last_index, *scored, *sampled, *last, *targets]
-    )
-    ids = _token_ids(chunks)
+    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *scored]
+    parts = (hole + slots, starts, origin + bounds, wanted, sampled, last, targets)
+    pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+    index = token_indices(pieces)
     held = [chunk.request.blocks for chunk in chunks]
-    mappings = [
-        slot_mapping(pieces, held, table, block_size, positions) for table in range(num_tables)
+    per_token = [_token_ids(chunks), index]
+    per_token += [
+        slot_mapping(pieces, held, table, block_size, index) for table in range(num_tables)
     ]
-    packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
-    sizes = [rows, rows, rows + 1, rows + len(scored), rows, len(last), len(targets)]
-    index, prefix, cu_seqlens, wanted, ends, last_positions, following, *per_token = packed.split(
-        [*sizes, *[tokens] * (2 + num_tables)]
+    blank = torch.full((count,), -1)
+    packed = to_device(
+        torch.cat(
+            [torch.tensor([value for part in parts for value in part])]
+            + [tensor for values in per_token for tensor in (blank, values)]
+        ),
+        device,
     )
-    ids, positions, *mappings = per_token
+    sizes = [*(len(part) for part in parts), *[bounds[-1]] * len(per_token)]
+    rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
+        sizes
+    )
+    ids, positions, *mappings = tokens
+    ends = ends.to(torch.int32)
     inputs = StepInputs(
-        slots=index.to(torch.int32),
+        slots=rows.to(torch.int32),
         ids=ids,
         positions=positions.to(torch.int32),
         cu_seqlens=cu_seqlens.to(torch.int32),
         slot_mappings=tuple(mappings),
-        last_index=wanted,
+        last_index=last_index,
         max_query_len=max(lengths),
+        decoding=ends[:count] if count else None,
     )
-    return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions, following)
+    return PackedChunks(inputs, prefix, rows[len(hole) :], ends, last_positions, following)
 
 
 def _scored(

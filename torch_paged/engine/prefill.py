@@ -1,8 +1,6 @@
-"""Prefill as CUDA graphs over token-count buckets, so that short prompts are not launch-bound."""
+"""Prompts of closed batches as CUDA graphs over buckets: short ones are not launch-bound."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +14,8 @@ from torch_paged.graphs.capture import GraphCache
 # that size should not stay in the graphs' pool.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
-# Rows of a closed batch: few sizes, because each comes in every size of token bucket.
-BATCH_ROW_BUCKETS = (1, 8, 32)
-
-# A few rows in every size of step: admissions come in ones and twos, and a graph costs a capture.
-SERVING_ROW_BUCKETS = (8,)
+# Few sizes, because each comes in every size of token bucket.
+ROW_BUCKETS = (1, 8, 32)
 
 
 class CapturedPrefill:
@@ -29,9 +24,6 @@ class CapturedPrefill:
     A bucket is captured when it is met for the second time: a shape that comes once is not worth
     a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
     stays in their own rows of the activations.
-
-    Args:
-        name: of its graphs; two objects over one cache need two names.
     """
 
     def __init__(
@@ -39,17 +31,11 @@ class CapturedPrefill:
         step: StepModel,
         device: torch.device,
         graphs: GraphCache[Tensor | None],
-        row_buckets: Sequence[int],
-        name: str = "prefill",
     ) -> None:
-        self._name = name
         self._step = step
         self._device = device
         self._graphs = graphs
-        self._row_buckets = tuple(row_buckets)
         self._static: dict[tuple[int, int], StepInputs] = {}
-        self._sampled: dict[tuple[int, int], Tensor] = {}  # slots whose rows sample, else -1
-        self._logits: dict[tuple[int, int], Tensor] = {}  # static outputs of the graphs
         self._met: set[tuple[int, int]] = set()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -59,7 +45,7 @@ class CapturedPrefill:
             return self._step.prefill(inputs)
         static = self._static[size]
         _load(static, inputs)
-        key = (self._name, *size)
+        key = ("prefill", *size)
 
         def run() -> Tensor:
             return self._step.prefill(static)
@@ -69,37 +55,7 @@ class CapturedPrefill:
             return self._step.prefill(inputs)
         logits = self._graphs.replay(key)
         assert logits is not None
-        self._logits[size] = logits
         return logits[: inputs.slots.shape[0]]
-
-    def tail(
-        self,
-        logits: Tensor,
-        inputs: StepInputs,
-        slots: Tensor,
-        tail: Callable[[Tensor, Tensor], None],
-        tail_key: Hashable,
-    ) -> None:
-        """Run `tail(logits, slots)` behind the prefill just run, as a graph if that was one."""
-        size = self._bucket(inputs)
-        static = None if size is None else self._logits.get(size)
-        if size is None or static is None or static.data_ptr() != logits.data_ptr():
-            tail(logits, slots)
-            return
-        sampled, all_logits = self._sampled[size], static
-        key = (self._name, "tail", *size, static.data_ptr(), tail_key)
-
-        def whole_tail() -> None:
-            tail(all_logits, sampled)
-
-        if key not in self._graphs:
-            # It appends tokens, so it warms up on padding rows alone.
-            sampled.fill_(-1)
-            if not self._graphs.prepare("a prefill's end", key, whole_tail, warmup=whole_tail):
-                tail(logits, slots)
-                return
-        _put(sampled, slots, -1)
-        self._graphs.replay(key)
 
     def _met_before(self, inputs: StepInputs) -> tuple[int, int] | None:
         """Return the bucket of the inputs, with static inputs, from its second time on."""
@@ -111,17 +67,13 @@ class CapturedPrefill:
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
             self._static[size] = _static_inputs(*size, num_tables, self._device)
-            with torch.inference_mode(False):
-                self._sampled[size] = torch.full(
-                    (size[1],), -1, dtype=torch.int32, device=self._device
-                )
         return size
 
     def _bucket(self, inputs: StepInputs) -> tuple[int, int] | None:
         if inputs.ids is None:
             return None
         tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
-        rows = pick_bucket(inputs.slots.shape[0], self._row_buckets)
+        rows = pick_bucket(inputs.slots.shape[0], ROW_BUCKETS)
         return None if tokens is None or rows is None else (tokens, rows)
 
 

@@ -320,12 +320,12 @@ class Scheduler:
             return True
         for request in due if self._blocks.has_window else ():
             self._blocks.drop_behind(request, self.num_computed_tokens(request))
-        updates = self._blocks.grow_all(
-            [
-                (request, min(self.num_computed_tokens(request) + num_steps, request.max_kv_tokens))
-                for request in due
-            ]
-        )
+        computed = map(self.num_computed_tokens, due)
+        ends = [
+            min(tokens + num_steps, request.max_kv_tokens)
+            for request, tokens in zip(due, computed, strict=True)
+        ]
+        updates = self._blocks.grow_all(list(zip(due, ends, strict=True)))
         self._draft.block_updates += updates or ()
         for request in due:
             self._clock.watch_blocks(request)

@@ -75,6 +75,11 @@ class PatchedStep:
         return tuple(call.shape for call in self.calls)
 
     @property
+    def layer_flops(self) -> float:
+        """Not known: of experts, a token meets only some."""
+        return 0.0
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         return self._windows
 
