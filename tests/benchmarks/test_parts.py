@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     "decode",
     "host_overhead",
+    "mixing",
     "ops_attention",
     "ops_linear",
     "prefill",
