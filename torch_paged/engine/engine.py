@@ -362,6 +362,7 @@ def _fresh(request: Request) -> Request:
         priority=request.priority,
         deadline=request.deadline,
         cache_salt=request.cache_salt,
+        max_cached_tokens=request.max_cached_tokens,
         output_ids=request.output_ids,
         num_output_tokens=len(request.output_ids),
         payload=request.payload,

@@ -42,7 +42,7 @@ def pack_chunks(
     block_size: int,
     num_tables: int,
     device: torch.device,
-    num_scored: Sequence[int] = (),
+    scored: Sequence[tuple[int, int]] = (),
     decoding: Sequence[int] = (),
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
@@ -50,8 +50,9 @@ def pack_chunks(
     Args:
         num_tables: block tables of the layers.
         decoding: slots of the rows that decode in the same step.
-        num_scored: for each chunk, how many of its first tokens are scored, that is, have their
-            logits computed too, for what these say of the prompt token that follows; () for none.
+        scored: for each chunk, how many of its tokens are skipped and then scored, that is, have
+            their logits computed too, for what these say of the prompt token that follows; ()
+            for none.
     """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
@@ -62,8 +63,8 @@ def pack_chunks(
     bounds = [*accumulate(lengths, initial=count)]
     sampled = [*decoding, *(c.request.slot if c.is_last else -1 for c in chunks)]
     last = [c.start + c.length - 1 for c in chunks if c.is_last]
-    scored, targets = _scored(chunks, bounds, num_scored)
-    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *scored]
+    more, targets = _scored(chunks, bounds, scored)
+    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
     parts = (hole + slots, starts, origin + bounds, wanted, sampled, last, targets)
     pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
     index = token_indices(pieces)
@@ -100,15 +101,16 @@ def pack_chunks(
 
 
 def _scored(
-    chunks: Sequence[PrefillChunk], bounds: Sequence[int], num_scored: Sequence[int]
+    chunks: Sequence[PrefillChunk], bounds: Sequence[int], scored: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
     """Return the indices of the scored tokens in the packing, and the tokens that follow them."""
     index: list[int] = []
     targets: list[int] = []
-    for chunk, first, count in zip(chunks, bounds, num_scored, strict=False):
+    for chunk, first, (skipped, count) in zip(chunks, bounds, scored, strict=False):
         assert chunk.request.prompt_ids is not None
-        index += range(first, first + count)
-        targets += chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + count]
+        index += range(first + skipped, first + skipped + count)
+        begin = chunk.start + skipped + 1
+        targets += chunk.request.prompt_ids[begin : begin + count]
     return index, targets
 
 

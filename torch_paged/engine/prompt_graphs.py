@@ -2,8 +2,8 @@
 
 Decoding rows share the forward of the chunks, which reads the weights anyway. On an H200 32 rows
 take 4.2 ms at 8B in a step of their own, and 0.8 ms next to a chunk of 528 tokens. What that is
-worth by arithmetic (`python -m benchmarks.mixing`: the work of `benchmarks.ragged`, output tokens a
-second, budgets of 512 / 8,192 tokens a step):
+worth by arithmetic (`python -m benchmarks.mixing`: the work of `benchmarks.ragged`, output tokens
+a second, budgets of 512 / 8,192 tokens a step):
 
 =========  ===============  ===============  ===============
 in flight  8B               1B               0.6B

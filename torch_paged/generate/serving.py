@@ -72,7 +72,7 @@ class Engine:
                 ``deadline`` in seconds from now, after which the request is cancelled;
                 ``logprobs=True`` for the log-probability of each token, or how many of the most
                 likely tokens to report with it, up to 20; ``prompt_logprobs``, the same for the
-                prompt; ``stop_token_ids`` besides the end tokens; ``tokenizer`` for
+                prompt, or for its tokens from index ``prompt_logprobs_start`` on; ``stop_token_ids`` besides the end tokens; ``tokenizer`` for
                 ``stop_strings``; ``on_output``, called with each `RequestOutput` of the request.
 
         Raises:
