@@ -29,6 +29,7 @@ from benchmarks.decode import GREEDY
 from benchmarks.parity import Oracle, WrongResult
 from benchmarks.runs import core_of
 from benchmarks.timing import default_device, summarize, synchronize
+from torch_paged.engine.engine import ServingEngine
 
 SEED = 0
 
@@ -211,8 +212,10 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
+    parser.add_argument("--apart", action="store_true", help="prompts in forwards of their own")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    ServingEngine.mixes = not args.apart
     settings = Settings(
         requests=args.requests,
         streams=args.streams,

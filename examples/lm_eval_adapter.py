@@ -136,7 +136,7 @@ class TorchPagedLM(LM):
                     f"max_length={self.max_length}; shorten it"
                 )
             ids = (context + continuation)[-self.max_length - 1 :]
-            queries.append((key, ids, _scoring(bool(continuation))))
+            queries.append((key, ids, _scoring(ids, len(continuation))))
         for key, output in self._serve(queries, "loglikelihood", disable_tqdm):
             results[key] = _score(output, len(pairs[key][1]))
             self.cache_hook.add_partial("loglikelihood", requests[key].args, results[key])
@@ -151,7 +151,7 @@ class TorchPagedLM(LM):
         for key, request in enumerate(requests):
             tokens = self._encode(request.args[0])
             for ids, num_scored in _windows(tokens, self.prefix_token_id, self.max_length):
-                queries.append((len(windows), ids, _scoring(True)))
+                queries.append((len(windows), ids, _scoring(ids, num_scored)))
                 windows.append((key, num_scored))
         parts: list[list[float]] = [[] for _ in requests]
         for index, output in self._serve(queries, "loglikelihood_rolling", disable_tqdm):
@@ -252,8 +252,15 @@ class TorchPagedLM(LM):
         return asked, until
 
 
-def _scoring(has_scores: bool) -> dict[str, Any]:
-    return {"max_new_tokens": 1, "do_sample": False, "prompt_logprobs": 1 if has_scores else None}
+def _scoring(ids: list[int], num_scored: int) -> dict[str, Any]:
+    """Return what to ask of the engine for scores of the last tokens of a prompt.
+
+    Blocks of a context are computed once for all of its continuations.
+    """
+    asked: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+    if num_scored:
+        asked |= {"prompt_logprobs": 1, "prompt_logprobs_start": len(ids) - num_scored}
+    return asked
 
 
 def _score(output: torch_paged.RequestOutput, count: int) -> tuple[float, bool]:

@@ -122,6 +122,29 @@ def test_continuations_are_scored_as_the_model_does(
     assert all(heard[pair] == result for pair, result in zip(pairs, results, strict=True))
 
 
+def test_a_context_is_computed_once_for_its_continuations(
+    adapter: Any, reference: Any, tokenizer: Any
+) -> None:
+    context, endings = "the cat sat on the mat of the house", ["x", " and saw", " 7", "0123"]
+    session = adapter._engine._service.session()
+    step, lengths = session.core.step, []
+    prefill = step.prefill
+
+    def counting(inputs: Any) -> torch.Tensor:
+        lengths.append(len(inputs.ids) - (0 if inputs.decoding is None else len(inputs.decoding)))
+        return prefill(inputs)
+
+    step.prefill = counting
+    results = adapter.loglikelihood(requests_of(*((context, ending) for ending in endings)))
+    first = ids_of(tokenizer, context)
+    texts = [ids_of(tokenizer, context + ending) for ending in endings]
+    shared = (len(first) - 1) // session.config.block_size * session.config.block_size
+    assert shared >= 32 and sum(lengths) == sum(map(len, texts)) - 3 * shared
+    for ids, (total, greedy) in zip(texts, results, strict=True):
+        expected, is_greedy = likelihood(reference, ids, len(ids) - len(first))
+        assert total == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
+
+
 def test_greedy_continuations_are_recognised(
     adapter: Any, reference: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,8 @@ class Config:
     Attributes:
         block_size: tokens in one block of the KV cache: 8, 16 or 32.
         max_num_seqs: sequences that decode together, at most 65536; further ones wait for a slot.
-        max_num_batched_tokens: prompt tokens in one prefill step; longer prompts are cut up.
+        max_num_batched_tokens: tokens in one step that has prompts in it, those of decoding rows
+            included; longer prompts are cut up.
         max_model_len: longest sequence of an `Engine`, prompt included, at most 16777216; None
             takes the model's own limit. `generate()` keeps the limits of its own arguments.
         kv_cache_memory: limit of the KV cache: bytes (int), or a fraction (float in (0, 1]) of the

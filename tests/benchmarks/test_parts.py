@@ -25,6 +25,7 @@ SCRIPTS = [
     "decode",
     "host_overhead",
     "lora",
+    "mixing",
     "ops_attention",
     "ops_linear",
     "ops_lora",

@@ -555,7 +555,7 @@ def test_rows_get_blocks_ahead_only_where_there_are_plenty(
     with make_engine(small_model(), num_blocks=num_blocks, block_size=8, lag=2) as engine:
         core = core_of(engine)
         core.make_room(num_blocks - core.num_blocks)
-        # Busy before, so that the rows come in the middle of what is done every 64 steps.
+        # Busy before, so that the rows come in the middle of what is done every 48 steps.
         engine.add_request(ids_of(3, 3), max_new_tokens=40)
         engine.run()
         for n in lengths:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import torch_paged
+from torch_paged.config import Config
 from torch_paged.errors import OutOfBlocks, TorchPagedError
 
 sys.path.append(str(Path(__file__).parent))
@@ -248,6 +249,60 @@ def test_an_engine_may_be_ended_by_whoever_holds_the_model(verb: str) -> None:
     threading.Thread(target=end, daemon=True).start()
     assert done.wait(20), "a thread waits for one that waits for it"
     engine.close()
+
+
+_SOFT: dict[str, Any] = {"max_num_seqs": 3, "lag": 1, "seed": 7, "max_num_batched_tokens": 9}
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_size": 8}, _SOFT], ids=["none", "same", "soft"])
+def test_an_engine_takes_over_what_an_accelerated_model_has(
+    answers: Answers, fields: dict[str, Any]
+) -> None:
+    model = torch_paged.accelerate(copy.deepcopy(small_model()), block_size=8, max_num_seqs=4)
+    ids = ids_of(25, 25)
+    with torch_paged.Engine(model) as engine:
+        engine.add_request(ids, max_new_tokens=12, request_id=0)
+        assert engine.run()[0].token_ids == answers(ids, 12)
+        core, allocator = core_of(engine), core_of(engine).allocator
+        assert allocator.num_cached >= 3
+    with torch_paged.Engine(model, **fields) as engine:
+        assert core_of(engine) is core and core.allocator is allocator
+        config = engine._service.session().config
+        assert config == core.config == Config(**{"block_size": 8, "max_num_seqs": 4, **fields})
+        scheduled = []
+        for i in range(4):
+            engine.add_request(ids, max_new_tokens=12, request_id=i)
+        while not engine.is_idle:
+            engine.step()
+            engine.check_integrity()
+            scheduled.append(engine._service.engine.num_running)
+        assert max(scheduled) == config.max_num_seqs
+        engine.add_request(ids, max_new_tokens=12, request_id="again")
+        assert engine.run()["again"].token_ids == answers(ids, 12)
+    assert torch_paged.is_accelerated(model)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"block_size": 32}, {"kv_cache_memory": 1 << 22}, {"cuda_graphs": False}], ids=str
+)
+def test_an_engine_makes_anew_what_its_settings_change(
+    answers: Answers, fields: dict[str, Any]
+) -> None:
+    model = torch_paged.accelerate(copy.deepcopy(small_model()), lag=2)
+    ids = ids_of(25, 25)
+    with torch_paged.Engine(model) as first:
+        core = core_of(first)
+        first.add_request(ids, max_new_tokens=30, request_id=0)
+        first.step()
+        with torch_paged.Engine(model, **fields) as second:
+            assert core_of(second) is not core and not core.is_prepared
+            assert second._service.session().config == Config(lag=2, **fields)
+            second.add_request(ids, max_new_tokens=12, request_id=1)
+            assert second.run()[1].token_ids == answers(ids, 12)
+        # What ran on the old cache goes on, on the new one.
+        assert first.run()[0].token_ids == answers(ids, 30)
+    with pytest.raises(TypeError, match=r"config must be a torch_paged\.Config, got dict"):
+        torch_paged.Engine(model, {"lag": 1})  # type: ignore[arg-type]
 
 
 def test_cancelling_on_a_closed_engine_says_that_it_is_closed() -> None:

@@ -359,6 +359,100 @@ def test_plain_requests_neither_compute_nor_copy_alternatives() -> None:
         assert words[:5].any() and not words[5:].any()
 
 
+@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_context_is_computed_once_for_all_that_is_scored_behind_it(
+    enable_prefix_caching: bool, budget: int
+) -> None:
+    context = ids_of(21, 1)
+    endings = {i: ids_of(2 + 3 * i, 50 + i) for i in range(4)}
+    with make_engine(
+        small_model(),
+        block_size=8,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=enable_prefix_caching,
+    ) as engine:
+        step = core_of(engine).step
+        prefill, computed, scored = step.prefill, [0], [0]
+
+        def counting(inputs: Any) -> torch.Tensor:
+            decoding = 0 if inputs.decoding is None else len(inputs.decoding)
+            rows = len(inputs.slots) - (decoding > 0)
+            computed[0] += len(inputs.ids) - decoding
+            scored[0] += len(inputs.last_index) - decoding - rows
+            return prefill(inputs)
+
+        step.prefill = counting
+        for i, ending in endings.items():
+            engine.add_request(
+                context + ending,
+                max_new_tokens=2,
+                prompt_logprobs=3,
+                prompt_logprobs_start=len(context),
+                request_id=i,
+            )
+        outputs = run_checked(engine)
+        # The logits of the last token of the context say how likely the first one behind is.
+        num_tokens = sum(len(context) + len(ending) for ending in endings.values())
+        shared = 3 * 16 if enable_prefix_caching else 0
+        assert computed[0] == num_tokens - shared
+        assert scored[0] == sum(map(len, endings.values()))
+    for i, ending in endings.items():
+        out, start = outputs[i], len(context)
+        expected = logprobs_of(small_model(), context + ending)[start - 1 : -1]
+        chosen = expected.gather(1, torch.tensor(ending)[:, None])[:, 0].tolist()
+        assert out.prompt_logprobs is not None and out.prompt_top_logprobs is not None
+        assert len(out.prompt_logprobs) == len(out.prompt_top_logprobs) == start + len(ending)
+        assert out.prompt_logprobs[:start] == out.prompt_top_logprobs[:start] == [None] * start
+        assert list(out.prompt_logprobs) == out.prompt_logprobs[:]
+        assert out.prompt_logprobs[start:] == pytest.approx(chosen, abs=TOLERANCE)
+        for found, row in zip(out.prompt_top_logprobs[start:], expected, strict=True):
+            assert found is not None
+            check_top(found, row, 3)
+
+
+def test_scores_may_begin_at_either_end_of_the_prompt() -> None:
+    ids = ids_of(9, 3)
+    with make_engine(small_model(), block_size=8) as engine:
+        for start in (0, 1, 8, 9):
+            engine.add_request(
+                ids,
+                max_new_tokens=1,
+                prompt_logprobs=True,
+                prompt_logprobs_start=start,
+                request_id=start,
+            )
+        outputs = run_checked(engine)
+        whole = outputs[0].prompt_logprobs
+        assert whole is not None and outputs[1].prompt_logprobs == whole and whole[0] is None
+        assert outputs[8].prompt_logprobs == [None] * 8 + [pytest.approx(whole[8], abs=TOLERANCE)]
+        assert outputs[9].prompt_logprobs == [None] * 9
+        with pytest.raises(ValueError, match="at most the 9 tokens"):
+            engine.add_request(ids, prompt_logprobs=True, prompt_logprobs_start=10)
+        with pytest.raises(ValueError, match="at least 0"):
+            engine.add_request(ids, prompt_logprobs=True, prompt_logprobs_start=-1)
+        with pytest.raises(ValueError, match="needs prompt_logprobs"):
+            engine.add_request(ids, prompt_logprobs_start=3)
+        with pytest.raises(TypeError, match="prompt_logprobs_start must be an integer"):
+            engine.add_request(ids, prompt_logprobs=True, prompt_logprobs_start="3")
+
+
+def test_positions_before_the_first_scored_one_are_skipped() -> None:
+    scores = PromptScores(9, 0, first=5)
+    spans = [
+        scores.span(*span) for span in ((0, 9), (0, 4), (0, 5), (3, 3), (4, 2), (7, 2), (8, 1))
+    ]
+    assert spans == [(4, 4), (0, 0), (4, 1), (1, 2), (0, 2), (0, 1), (0, 0)]
+    request = Request("a", list(range(9)), 3)
+    params = SamplingParams(3, prompt_logprobs=True, prompt_logprobs_start=5)
+    request.payload = Job(request, params, prompt_scores=PromptScores.of(9, params))
+    parts = list(scoring.cut_scored([PrefillChunk(request, 2, 7, True)], 10, 30))
+    assert [[(c.start, c.length, c.is_last) for c in part] for part in parts] == [
+        [(2, 5, False)],
+        [(7, 2, True)],
+    ]
+
+
 def test_parts_of_a_prompt_may_come_twice_and_in_pieces() -> None:
     scores = PromptScores(6, 1)
     assert [scores.num_scored(*span) for span in ((0, 6), (0, 3), (4, 9), (5, 1), (7, 2))] == [

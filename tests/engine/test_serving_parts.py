@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from torch_paged.decoder.inputs import put_decoding
 from torch_paged.decoder.state import RowStart, SlotState, report_bytes, report_parts
 from torch_paged.engine.packing import pack_chunks
 from torch_paged.engine.params import SamplingParams
@@ -129,6 +130,38 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
     assert packed.prefix.tolist() == [3, 0, 4]
     assert packed.sampled.tolist() == [3, 0, -1]
     assert packed.last_positions.tolist() == [6, 0]
+
+
+def test_decoding_rows_come_in_front_of_the_chunks() -> None:
+    one = request_of(3, [10, 11, 12, 13, 14], [], [7, 5])
+    two = request_of(0, [30], [], [2])
+    chunks = [PrefillChunk(one, 2, 2, False), PrefillChunk(two, 0, 1, True)]
+    packed = pack_chunks(chunks, 4, 1, CPU, decoding=[6, 1, 4])
+    inputs = packed.inputs
+    assert inputs.decoding is not None and inputs.decoding.tolist() == [6, 1, 4]
+    assert inputs.decoding.dtype == torch.int32
+    state = SlotState(8, 1, 1, CPU)
+    state.last_token.copy_(torch.arange(8) + 100)
+    state.positions.copy_(torch.arange(8) + 50)
+    put_decoding(state, inputs)
+    assert inputs.ids is not None and inputs.ids.tolist() == [106, 101, 104, 12, 13, 30]
+    assert inputs.positions is not None and inputs.positions.tolist() == [56, 51, 54, 2, 3, 0]
+    assert inputs.slots.tolist() == [-1, 3, 0] and inputs.max_query_len == 2
+    assert inputs.cu_seqlens is not None and inputs.cu_seqlens.tolist() == [0, 3, 5, 6]
+    assert inputs.last_index is not None and inputs.last_index.tolist() == [0, 1, 2, 4, 5]
+    (mapping,) = inputs.slot_mappings
+    assert mapping.tolist() == [-1, -1, -1, 30, 31, 8]
+    assert packed.sampled.tolist() == [6, 1, 4, -1, 0]
+    assert packed.slots.tolist() == [3, 0] and packed.prefix.tolist() == [2, 0]
+    assert packed.last_positions.tolist() == [0]
+
+
+def test_padding_rows_put_valid_tokens() -> None:
+    state = SlotState(2, 1, 1, CPU)
+    state.last_token.copy_(torch.tensor([8, 9]))
+    ids, positions = torch.full((3,), -5), torch.full((3,), -5, dtype=torch.int32)
+    state.put_last_tokens(torch.tensor([1, -1], dtype=torch.int32), ids, positions)
+    assert ids.tolist() == [9, 8, -5] and positions.tolist() == [0, 0, -5]
 
 
 def test_a_chunk_whose_tokens_are_not_known_is_refused() -> None:

@@ -87,6 +87,42 @@ def test_float32_tokens_are_generates(
             assert torch_paged.stats(model).graphs > 0
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_rows_beside_prompts_say_what_they_say_apart(model: Any, cuda_graphs: bool) -> None:
+    """Prompts of many sizes arrive one by one, beside up to 40 rows that decode."""
+
+    def run(mixes: bool) -> tuple[list[dict[Any, list[int]]], set[Any]]:
+        said = []
+        with torch_paged.Engine(
+            model, on_unsupported="raise", max_num_seqs=40, cuda_graphs=cuda_graphs
+        ) as engine:
+            engine._service.engine.mixes = mixes
+            for _ in range(3):
+                ended: dict[Any, Any] = {}
+                for i in range(60):
+                    engine.add_request(
+                        ids_of(3 + 17 * (i % 19), i),
+                        max_new_tokens=12 + i,
+                        request_id=i,
+                        do_sample=i % 3 == 0,
+                        seed=i,
+                        repetition_penalty=1.3 if i % 5 == 0 else 1.0,
+                    )
+                    ended |= {out.request_id: out for out in engine.step() if out.finished}
+                ended |= engine.run()
+                said.append({i: list(out.token_ids) for i, out in ended.items()})
+            engine.check_integrity()
+            graphs = engine._service.engine.core.graphs
+            return said, set() if graphs is None else set(graphs.keys())
+
+    mixed, keys = run(True)
+    apart, _ = run(False)
+    assert all(set(wave) == set(range(60)) for wave in apart)
+    assert mixed == apart
+    sizes = {key[1:3] for key in keys if key[0] == "serve prefill"}
+    assert not cuda_graphs or len([size for size in sizes if size[1]]) > 10
+
+
 def test_every_kind_of_request_at_once(model: Any, reference: Any) -> None:
     kinds: list[dict[str, Any]] = [
         {},

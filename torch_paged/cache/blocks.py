@@ -13,7 +13,7 @@ least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch_paged.errors import OutOfBlocks, TorchPagedError
 
@@ -149,9 +149,7 @@ class BlockAllocator:
         Called by the prefix cache. Taking the mark away reports the block to `on_evict`.
         """
         if findable:
-            if self.refcount(block) == 0:
-                raise ValueError(f"block {block} is not live; only live blocks become findable")
-            self._findable.add(block)
+            self.mark_findable([block])
             return
         if self._checked(block) not in self._findable:
             return
@@ -161,6 +159,19 @@ class BlockAllocator:
             self._empty.append(block)
         if self.on_evict is not None:
             self.on_evict(block)
+
+    def mark_findable(self, blocks: Collection[int]) -> None:
+        """Record that the contents of live blocks can be found by their hashes.
+
+        Raises:
+            ValueError: a block is not live; nothing was changed.
+        """
+        refcounts, count = self._refcounts, len(self._refcounts)
+        for block in blocks:
+            if not 0 <= block < count or refcounts[block] == 0:
+                self._checked(block)
+                raise ValueError(f"block {block} is not live; only live blocks become findable")
+        self._findable.update(blocks)
 
     def evict(self, n: int) -> int:
         """Empty up to `n` cached blocks, least recently used first; return how many."""

@@ -31,9 +31,13 @@ def block_keys(
     """
     keys = list(known)
     parent = keys[-1] if keys else blake2b(salt, digest_size=_KEY_BYTES).digest()
-    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
-        tokens = array("q", token_ids[start : start + block_size])
-        parent = blake2b(parent + tokens.tobytes(), digest_size=_KEY_BYTES).digest()
+    first, stop = len(keys) * block_size, len(token_ids) // block_size * block_size
+    if first >= stop:
+        return keys
+    packed = array("q", token_ids[first:stop])
+    data, size = packed.tobytes(), block_size * packed.itemsize
+    for start in range(0, len(data), size):
+        parent = blake2b(parent + data[start : start + size], digest_size=_KEY_BYTES).digest()
         keys.append(parent)
     return keys
 
@@ -90,17 +94,17 @@ class PrefixCache:
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
-        added = 0
+        known, held = self._keys, self._blocks
+        fresh: dict[bytes, int] = {}
         for key, block in zip(keys, blocks, strict=True):
-            if self._keys.get(block, key) != key:
+            if known.get(block, key) != key:
                 raise ValueError(f"block {block} is registered under another key")
-            if key in self._blocks:
-                continue
-            self._allocator.set_findable(block, True)
-            self._blocks[key] = block
-            self._keys[block] = key
-            added += 1
-        return added
+            if key not in held:
+                fresh.setdefault(key, block)
+        self._allocator.mark_findable(fresh.values())
+        held.update(fresh)
+        known.update(zip(fresh.values(), fresh, strict=True))
+        return len(fresh)
 
     def evict(self, n: int) -> int:
         """Forget up to `n` blocks without owners, least recently used first; return how many."""

@@ -80,29 +80,30 @@ def _sinks(spec: AttentionSpec) -> Tensor | None:
     return getattr(ref.module, name).detach()
 
 
-def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
-    """One kernel: norm, rotary, cache write and attention of the rows of a decode step."""
-    spec, target, tables = ins.spec, ins.target, ins.tables
-    heads = _split_heads(spec, ins.projections)
+# (heads of the rows, cos, sin, slots) -> [num_rows, num_heads, v_head_dim]
+_Attend = Callable[[Heads, "Tensor | None", "Tensor | None", Tensor], Tensor]
+
+
+def _decode_rows(ins: Attention, binding: Binding) -> _Attend:
+    """One kernel: norm, rotary, cache write and attention of one token a row."""
+    spec = ins.spec
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
-    state = binding.state
     block_table = binding.block_table(ins.layer)
-    context_lens, counters = state.context_lens, state.counters
-    width = spec.num_heads * spec.v_head_dim
+    context_lens, counters = binding.state.context_lens, binding.state.counters
 
-    def call(values: Values, inputs: StepInputs) -> None:
-        query, key, value = heads(values)
-        out = fused_decode_attention(
+    def attend(heads: Heads, cos: Tensor | None, sin: Tensor | None, slots: Tensor) -> Tensor:
+        query, key, value = heads
+        return fused_decode_attention(
             query,
             key,
             value,
-            None if tables is None else values[tables[0]],
-            None if tables is None else values[tables[1]],
+            cos,
+            sin,
             k_cache,
             v_cache,
             block_table,
-            inputs.slots,
+            slots,
             context_lens,
             counters,
             scale=spec.scale,
@@ -116,18 +117,40 @@ def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
             softcap=spec.softcap,
             sinks=sinks,
         )
+
+    return attend
+
+
+def _rotation(
+    tables: tuple[str, str] | None, values: Values
+) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if tables is None else (values[tables[0]], values[tables[1]])
+
+
+def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
+    """Attention of the rows of a decode step."""
+    spec, target, tables = ins.spec, ins.target, ins.tables
+    heads, attend = _split_heads(spec, ins.projections), _decode_rows(ins, binding)
+    width = spec.num_heads * spec.v_head_dim
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        cos, sin = _rotation(tables, values)
+        out = attend(heads(values), cos, sin, inputs.slots)
         values[target] = out.view(out.shape[0], width)
 
     return call
 
 
 def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
-    """Norm, rotary and cache write of packed prompts, then attention over the paged cache."""
+    """Norm, rotary and cache write of packed prompts, then attention over the paged cache.
+
+    Rows that decode beside them take the kernel of a decode step.
+    """
     spec, target, tables = ins.spec, ins.target, ins.tables
-    heads = _split_heads(spec, ins.projections)
+    heads, attend = _split_heads(spec, ins.projections), _decode_rows(ins, binding)
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
-    block_table, context_lens = binding.block_table(ins.layer), binding.state.context_lens
+    block_table, prefix_lens = binding.block_table(ins.layer), binding.state.prefix_lens
     table = binding.tables[ins.layer]
     width = spec.num_heads * spec.v_head_dim
     plain = not (spec.softcap or spec.sinks)
@@ -140,15 +163,29 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             return None
         return whole_prompt_attention(query, key, value, spec.scale)
 
+    def decode_first(
+        parts: Heads, cos: Tensor | None, sin: Tensor | None, inputs: StepInputs
+    ) -> Tensor | None:
+        if inputs.decoding is None:
+            return None
+        count = inputs.decoding.shape[0]
+        query, key, value = (part[:count] for part in parts)
+        if cos is not None and sin is not None:
+            cos, sin = cos[:count], sin[:count]
+        return attend((query, key, value), cos, sin, inputs.decoding)
+
     def call(values: Values, inputs: StepInputs) -> None:
         assert inputs.slot_mappings and inputs.cu_seqlens is not None
         query, key, value = heads(values)
+        cos, sin = _rotation(tables, values)
+        # Before the next op rotates all queries and keys in place, theirs for nothing.
+        decoded = decode_first((query, key, value), cos, sin, inputs)
         rotary_cache_write(
             query,
             key,
             value,
-            None if tables is None else values[tables[0]],
-            None if tables is None else values[tables[1]],
+            cos,
+            sin,
             k_cache,
             v_cache,
             inputs.slot_mappings[table],
@@ -168,13 +205,15 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
                 block_table,
                 inputs.slots,
                 inputs.cu_seqlens,
-                context_lens,
+                prefix_lens,
                 max_query_len=inputs.max_query_len,
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
                 sinks=sinks,
             )
+        if decoded is not None:
+            out[: decoded.shape[0]].copy_(decoded)
         values[target] = out.reshape(out.shape[0], width)
 
     return call

@@ -27,6 +27,9 @@ class StepInputs:
         lengths: tokens of each row, where the host knows them.
         whole_prompt: the packing begins with one row of which the cache holds nothing yet, and
             has no other.
+        decoding: [num_decoding] int32 slots of rows that decode beside the prompts, -1 for
+            padding. The packing begins with their last tokens, which `slots` has as a row of slot
+            -1, and `last_index` with 0 to num_decoding - 1, in the place of that row.
     """
 
     slots: Tensor
@@ -39,6 +42,14 @@ class StepInputs:
     max_query_len: int = 1
     lengths: tuple[int, ...] = ()
     whole_prompt: bool = False
+    decoding: Tensor | None = None
+
+
+def put_decoding(state: SlotState, inputs: StepInputs) -> None:
+    """Put the last tokens of decoding rows in front of the prompts that they share a step with."""
+    if inputs.decoding is not None:
+        assert inputs.ids is not None and inputs.positions is not None
+        state.put_last_tokens(inputs.decoding, inputs.ids, inputs.positions)
 
 
 @dataclass(frozen=True, slots=True)

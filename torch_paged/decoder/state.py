@@ -65,6 +65,8 @@ class SlotState:
             )
             self.positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            # Tokens cached before the chunk of its prompt that a step computes.
+            self.prefix_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.num_generated = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.max_new_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.eos_ids = torch.full(
@@ -146,8 +148,17 @@ class SlotState:
         )
 
     def set_prefix(self, slots: Tensor, num_cached: Tensor) -> None:
-        """Set `context_lens` of `slots` [num_rows] to the tokens cached before a prefill chunk."""
-        self.context_lens[slots] = num_cached.to(torch.int32)
+        """Set how many tokens of `slots` [num_rows] are cached before a prefill chunk."""
+        self.prefix_lens[slots] = num_cached.to(torch.int32)
+
+    def put_last_tokens(self, slots: Tensor, ids: Tensor, positions: Tensor) -> None:
+        """Write what `slots` [num_rows] int32 feed next to the front of ids and positions.
+
+        Padding rows, of slot -1, write something valid.
+        """
+        count, index = slots.shape[0], slots.clamp(min=0)
+        ids[:count].copy_(self.last_token.index_select(0, index))
+        positions[:count].copy_(self.positions.index_select(0, index))
 
     def take_rows(self, old: SlotState) -> None:
         """Copy the rows of a smaller state; its counters are zero and stay behind."""

@@ -17,7 +17,7 @@ from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.slots import SlotKind, plain_slot
-from torch_paged.decoder.spec import DecoderSpec
+from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, LinearSpec, MlpSpec
 from torch_paged.decoder.watch import ModuleWatch, spec_modules
 from torch_paged.log import debug_once
 from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
@@ -29,6 +29,19 @@ class SlotRow(NamedTuple):
     name: str
     kind: SlotKind
     why: str
+
+
+def _num_weights(*linears: LinearSpec) -> int:
+    return sum(p.numel() for linear in linears for p in linear.ref.module.parameters())
+
+
+def _mlp_weights(mlp: MlpSpec | ExpertsSpec) -> int:
+    """Return how many weights one token meets."""
+    if isinstance(mlp, MlpSpec):
+        return _num_weights(*mlp.inputs, mlp.output)
+    shared = 0 if mlp.shared is None else _mlp_weights(mlp.shared)
+    experts = sum(p.numel() for p in mlp.ref.module.parameters()) // mlp.router.num_experts
+    return shared + mlp.router.top_k * experts
 
 
 class DecoderStep:
@@ -74,6 +87,17 @@ class DecoderStep:
     @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
+
+    @property
+    def layer_flops(self) -> float:
+        """Operations of the projections of one token in a layer, about."""
+        layers = self.spec.layers
+        weights = sum(
+            _num_weights(*layer.attention.projections, layer.attention.output)
+            + _mlp_weights(layer.mlp)
+            for layer in layers
+        )
+        return 2.0 * weights / max(len(layers), 1)
 
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:

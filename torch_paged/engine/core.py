@@ -31,8 +31,8 @@ logger = logging.getLogger("torch_paged")
 
 # Weights that move this many runs in a row are not worth capturing for.
 _MAX_MOVES = 3
-# Above what all buckets of decode and prefill need together.
-_MAX_GRAPHS = 160
+# Above what all buckets of decode and prefill need together: dropping one waits for the device.
+_MAX_GRAPHS = 256
 _UNBOUND = (-1, -1)
 # A pool that must copy to grow does so in few, large steps.
 _GROWTH_FACTOR = 1.5

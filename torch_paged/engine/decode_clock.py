@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from torch_paged.engine.request import Request
 
-# (step, arrival, decode_since, request_id)
-_Appointment = tuple[int, int, int, Hashable]
+# (arrival, decode_since, request_id): the id, not the request, which may be long gone by then.
+_Appointment = tuple[int, int, Hashable]
+
+
+class _Calendar:
+    """Rows by the step at which they are due; many on one step cost little more than one.
+
+    An appointment counts only while its row is in the decoding period that made it.
+
+    Args:
+        rows: the decoding rows by request id.
+    """
+
+    def __init__(self, rows: Mapping[Hashable, Request]) -> None:
+        self._rows = rows
+        self._days: dict[int, list[_Appointment]] = {}  # by step
+        self._steps: list[int] = []  # heap of the keys; may hold some that are gone
+
+    def note(self, step: int, request: Request) -> None:
+        """Have a decoding row come up at `step`."""
+        day = self._days.get(step)
+        if day is None:
+            day = self._days[step] = []
+            heappush(self._steps, step)
+        day.append((request.arrival, request.decode_since, request.request_id))
+
+    def due(self, step: int) -> Iterator[Request]:
+        """Take out the rows that are due up to `step`: by step, then in order of arrival."""
+        while self._steps and self._steps[0] <= step:
+            first = self._steps[0]
+            day = self._days.get(first)
+            if day is None:
+                heappop(self._steps)
+                continue
+            day.sort(reverse=True)
+            # Whoever asked may break off: then the rest stays.
+            while day:
+                arrival, since, request_id = day.pop()
+                request = self._rows.get(request_id)
+                if request is not None and (request.arrival, request.decode_since) == (
+                    arrival,
+                    since,
+                ):
+                    yield request
+            del self._days[first]
 
 
 class DecodeClock:
@@ -28,16 +71,15 @@ class DecodeClock:
         self.step = 0
         self.rows: dict[Hashable, Request] = {}
         self._block_size = block_size
-        # An appointment counts only while its row is in the decoding period that made it.
-        self._endings: list[_Appointment] = []
-        self._growths: list[_Appointment] = []
+        self._endings = _Calendar(self.rows)
+        self._growths = _Calendar(self.rows)
 
     def start(self, request: Request) -> None:
         """Let a row decode from the next step on."""
         request.decode_since = self.step
         self.rows[request.request_id] = request
         tokens_left = request.max_new_tokens - request.num_output_tokens
-        self._appoint(self._endings, self.step + tokens_left, request)
+        self._endings.note(self.step + tokens_left, request)
         self.watch_blocks(request)
 
     def stop(self, request: Request) -> None:
@@ -60,26 +102,15 @@ class DecodeClock:
         capacity = request.num_columns * self._block_size
         if capacity < request.max_kv_tokens:
             full = request.decode_since + capacity - request.num_computed_tokens
-            self._appoint(self._growths, full, request)
+            self._growths.note(full, request)
 
     def ended_rows(self) -> Iterator[Request]:
         """Rows that have reached their length limit, each once."""
-        return self._due(self._endings, self.step)
+        return self._endings.due(self.step)
 
     def rows_to_grow(self, num_steps: int) -> Iterator[Request]:
         """Rows whose blocks do not last for the next `num_steps` steps, each once."""
-        return self._due(self._growths, self.step + num_steps - 1)
-
-    def _appoint(self, heap: list[_Appointment], step: int, request: Request) -> None:
-        # The id, not the request: an appointment may outlive its row by a long time.
-        heappush(heap, (step, request.arrival, request.decode_since, request.request_id))
-
-    def _due(self, heap: list[_Appointment], step: int) -> Iterator[Request]:
-        while heap and heap[0][0] <= step:
-            _, *made_for, request_id = heappop(heap)
-            request = self.rows.get(request_id)
-            if request is not None and made_for == [request.arrival, request.decode_since]:
-                yield request
+        return self._growths.due(self.step + num_steps - 1)
 
 
 __all__ = ["DecodeClock"]

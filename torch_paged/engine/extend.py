@@ -69,13 +69,14 @@ def _extend(
         target.index_copy_(0, slot, value.to(target.dtype))
 
     slots = slot.to(torch.int32)
-    put(state.context_lens, start)
     put(state.num_generated, torch.zeros_like(start))
     if num_tokens == 1:
+        put(state.context_lens, start)
         put(state.positions, position)
         # Last: what decode attention reads before it waits is then behind a plain launch.
         put(state.last_token, ids)
         return step.decode(slots)
+    put(state.prefix_lens, start)
     offsets = torch.arange(num_tokens, device=ids.device)
     logits = step.extend(
         StepInputs(
@@ -123,7 +124,7 @@ class CapturedExtension:
             ids = self._ids[:bucket]
             return _extend(self._step, self._state, packed, ids, self._num_tables)
 
-        key = ("extend", bucket)
+        key = ("extend", self._step.variant, bucket)
         # The cache is written with the values that the replay writes again.
         if not self._graphs.prepare("a step of several tokens", key, run, warmup=run):
             return run()[:count]

@@ -12,10 +12,11 @@ from torch_paged.engine.core import EngineCore
 from torch_paged.engine.job import Batch, Job, Row
 from torch_paged.engine.packing import pack_chunks
 from torch_paged.engine.params import SamplingParams
+from torch_paged.engine.prompt_graphs import PrefillEnd
 from torch_paged.engine.request import Request
-from torch_paged.engine.runner import PrefillEnd, Rows
+from torch_paged.engine.runner import Rows
 from torch_paged.engine.sampling_state import SamplingStart
-from torch_paged.engine.scoring import cut_scored, num_scored, score_chunks
+from torch_paged.engine.scoring import cut_scored, num_scored, score_chunks, scored_span
 from torch_paged.engine.step import PrefillChunk, ScheduledStep
 from torch_paged.engine.tail import ServingTail
 from torch_paged.engine.top_log import TOP_SIZES, top_size
@@ -65,10 +66,23 @@ class StepLauncher:
 
     def decode(self) -> Batch:
         """Launch one token of every row."""
-        batch = self._batch
-        if batch is None:
-            batch = self._batch = self._make_batch()
+        batch = self._rows_now()
         self._core.runner().serve(batch.on_device, self._tail(self._needs))
+        return batch
+
+    def mixes(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Whether chunks can share a forward with the rows that decode."""
+        if self._core.step.keeps_state:
+            return False  # prompts run row by row
+        return bool(self._rows) and not any(num_scored(chunk) for chunk in chunks)
+
+    def mixed(self, chunks: Sequence[PrefillChunk]) -> Batch:
+        """Launch one token of every row, and chunks of prompts, in one forward.
+
+        If it raises, no row has got a token.
+        """
+        batch = self._rows_now()
+        self._prefill(chunks, (), batch)
         return batch
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -77,38 +91,46 @@ class StepLauncher:
             self._prefill(chunks, ())
             return
         step = self._core.step
-        for group in cut_scored(chunks, step.vocab_size * step.dtype.itemsize):
-            self._prefill(group, [num_scored(chunk) for chunk in group])
+        if step.keeps_state:
+            groups = [[chunk] for chunk in chunks]
+        else:
+            groups = list(cut_scored(chunks, step.vocab_size * step.dtype.itemsize))
+        for group in groups:
+            self._prefill(group, [scored_span(chunk) for chunk in group])
 
-    def _prefill(self, chunks: Sequence[PrefillChunk], scored: Sequence[int]) -> None:
+    def _prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        scored: Sequence[tuple[int, int]],
+        batch: Batch | None = None,
+    ) -> None:
         core = self._core
         size, num_tables = core.config.block_size, core.layout.num_tables
-        packed = pack_chunks(chunks, size, num_tables, core.device, scored)
-        score = score_chunks(chunks, scored, packed.targets) if any(scored) else None
+        decoding = () if batch is None else batch.on_device.slots
+        packed = pack_chunks(chunks, size, num_tables, core.device, scored, decoding)
+        score = score_chunks(chunks, scored, packed.targets) if packed.targets.numel() else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
-        state = core.state
         runner = core.runner()
-        state.set_prefix(packed.slots, packed.prefix)
-        if not ending:
-            runner.serve_prefill(packed.inputs, None, score)
-            return
-
-        def start_rows() -> None:
-            # Attention needed the length of the prefix where the row's own length goes.
-            state.start_rows([_row_start(request) for request in ending], packed.last_positions)
-
-        core.sampling.start_rows([_sampling_start(request) for request in ending])
-        needs: Counter[str] = Counter()
-        for request in ending:
-            needs.update(_needs(_params(request)))
-        end = PrefillEnd(start_rows, packed.sampled, self._tail(needs))
+        core.state.set_prefix(packed.slots, packed.prefix)
+        needs = self._needs.copy() if decoding else Counter()
+        if ending:
+            starts = [_row_start(request) for request in ending]
+            core.state.start_rows(starts, packed.last_positions)
+            core.sampling.start_rows([_sampling_start(request) for request in ending])
+            for request in ending:
+                needs.update(_needs(_params(request)))
+        end = None
+        if ending or decoding:
+            end = PrefillEnd(packed.sampled, self._tail(needs))
         runner.serve_prefill(packed.inputs, end, score)
 
-    def _make_batch(self) -> Batch:
-        slots = tuple(self._rows)
-        index = torch.tensor(slots)
-        on_device = Rows(slots, to_device(index.to(torch.int32), self._core.device))
-        return Batch(tuple(self._rows.values()), index, on_device)
+    def _rows_now(self) -> Batch:
+        if self._batch is None:
+            slots = tuple(self._rows)
+            index = torch.tensor(slots)
+            on_device = Rows(slots, to_device(index.to(torch.int32), self._core.device))
+            self._batch = Batch(tuple(self._rows.values()), index, on_device)
+        return self._batch
 
     def _tail(self, needs: Counter[str]) -> ServingTail:
         num_tops = max((size for size in TOP_SIZES if needs[f"top {size}"] > 0), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,36 +54,60 @@ def running_sums(lengths: Sequence[int]) -> list[int]:
     return bounds
 
 
+def token_indices(group: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return [num_tokens] int64, the index in its own row of every token (_, start, length)."""
+    bounds = running_sums([length for _, _, length in group])
+    shifts = [start - bound for (_, start, _), bound in zip(group, bounds, strict=False)]
+    return torch.arange(bounds[-1]) + _of_tokens(shifts, group)
+
+
 def slot_mapping(
     group: Sequence[tuple[int, int, int]],
     rows: Sequence[Sequence[HeldBlocks]],
     table: int,
     block_size: int,
+    index: Tensor | None = None,
 ) -> Tensor:
-    """Return the flat cache index [num_tokens] int64 of every token (_, start, length)."""
-    parts = [
-        token_places(held, start, length, table, block_size)
-        for (_, start, length), held in zip(group, rows, strict=True)
-    ]
-    return torch.cat(parts)
+    """Return the flat cache index [num_tokens] int64 of every token (_, start, length).
+
+    Args:
+        index: what `token_indices` returns, if it is here already.
+    """
+    if index is None:
+        index = token_indices(group)
+    ids = array("q")
+    shifts: list[int] = []  # of each piece: where the block of its row's first token would be
+    for (_, start, length), row in zip(group, rows, strict=True):
+        held = holder_of(row, table)
+        first, stop = start // block_size, (start + length - 1) // block_size + 1
+        shifts.append(len(ids) - first)
+        columns = held.columns(first, stop)
+        ids.extend(columns[table - held.kind.first_table :: held.kind.num_tables])
+    column = index // block_size
+    inside = index - column * block_size
+    return int64_tensor(ids)[column + _of_tokens(shifts, group)] * block_size + inside
 
 
-def token_places(
-    row: Sequence[HeldBlocks], start: int, length: int, table: int, block_size: int
-) -> Tensor:
-    """Return the flat cache index [length] int64 of the tokens of a row from `start` on."""
-    held = holder_of(row, table)
-    first, stop = start // block_size, (start + length - 1) // block_size + 1
-    ids = held.columns(first, stop)[table - held.kind.first_table :: held.kind.num_tables]
-    index = torch.arange(start, start + length)
-    return torch.tensor(ids)[index // block_size - first] * block_size + index % block_size
+def int64_tensor(values: array[int]) -> Tensor:
+    """Return a tensor over the memory of an array: made sooner than one of a list."""
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64)
+
+
+def _of_tokens(values: Sequence[int], group: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Repeat the value of each piece for its tokens."""
+    lengths = [length for _, _, length in group]
+    pair = torch.tensor([list(values), lengths])
+    return torch.repeat_interleave(pair[0], pair[1], output_size=sum(lengths))
 
 
 __all__ = [
     "BatchLimits",
     "CachedKV",
     "PackedPrompts",
+    "int64_tensor",
     "running_sums",
     "slot_mapping",
-    "token_places",
+    "token_indices",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import to_device
-from torch_paged.engine.packed_prompts import token_places
-from torch_paged.engine.request import Request
+from torch_paged.engine.packed_prompts import int64_tensor, slot_mapping, token_indices
 from torch_paged.engine.step import PrefillChunk
 
 
@@ -23,7 +23,8 @@ class PackedChunks(NamedTuple):
         inputs: of the step.
         prefix: [num_chunks] tokens cached before each chunk.
         slots: [num_chunks] slots as an index.
-        sampled: [num_chunks] int32 slots of the chunks that end their prompt, -1 for others.
+        sampled: int32 slots of those whose next token the step samples, [num_chunks], -1 for
+            chunks that do not end their prompt; the decoding rows in front.
         last_positions: [num_ending] positions of the last tokens of these.
         targets: [num_scored] int64 prompt tokens that follow the scored ones.
     """
@@ -41,84 +42,91 @@ def pack_chunks(
     block_size: int,
     num_tables: int,
     device: torch.device,
-    num_scored: Sequence[int] = (),
+    scored: Sequence[tuple[int, int]] = (),
+    decoding: Sequence[int] = (),
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
 
     Args:
         num_tables: block tables of the layers.
-        num_scored: for each chunk, how many of its first tokens are scored, that is, have their
-            logits computed too, for what these say of the prompt token that follows; () for none.
+        decoding: slots of the rows that decode in the same step.
+        scored: for each chunk, how many of its tokens are skipped and then scored, that is, have
+            their logits computed too, for what these say of the prompt token that follows; ()
+            for none.
     """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
     lengths = [chunk.length for chunk in chunks]
-    bounds = [0, *accumulate(lengths)]
-    sampled = [c.request.slot if c.is_last else -1 for c in chunks]
+    count = len(decoding)
+    # Decoding rows are a row without a slot for the attention of prompts.
+    hole, origin = ([-1], [0]) if count else ([], [])
+    bounds = [*accumulate(lengths, initial=count)]
+    sampled = [*decoding, *(c.request.slot if c.is_last else -1 for c in chunks)]
     last = [c.start + c.length - 1 for c in chunks if c.is_last]
-    rows, tokens = len(chunks), bounds[-1]
-    positions = torch.cat(
-        [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    more, targets = _scored(chunks, bounds, scored)
+    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
+    parts = (hole + slots, starts, origin + bounds, wanted, sampled, last, targets)
+    pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+    index = token_indices(pieces)
+    held = [chunk.request.blocks for chunk in chunks]
+    per_token = [_token_ids(chunks), index]
+    per_token += [
+        slot_mapping(pieces, held, table, block_size, index) for table in range(num_tables)
+    ]
+    blank = torch.full((count,), -1)
+    packed = to_device(
+        torch.cat(
+            [torch.tensor([value for part in parts for value in part])]
+            + [tensor for values in per_token for tensor in (blank, values)]
+        ),
+        device,
     )
-    scored, targets = _scored(chunks, bounds, num_scored)
-    last_index = [bound - 1 for bound in bounds[1:]]
-    per_chunk = torch.tensor(
-        [*slots, *starts, *bounds, *last_index, *scored, *sampled, *last, *targets]
+    sizes = [*(len(part) for part in parts), *[bounds[-1]] * len(per_token)]
+    rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
+        sizes
     )
-    ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
-    mappings = [_slot_mapping(chunks, table, block_size) for table in range(num_tables)]
-    packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
-    sizes = [rows, rows, rows + 1, rows + len(scored), rows, len(last), len(targets)]
-    index, prefix, cu_seqlens, wanted, ends, last_positions, following, *per_token = packed.split(
-        [*sizes, *[tokens] * (2 + num_tables)]
-    )
-    ids, positions, *mappings = per_token
+    ids, positions, *mappings = tokens
+    ends = ends.to(torch.int32)
     inputs = StepInputs(
-        slots=index.to(torch.int32),
+        slots=rows.to(torch.int32),
         ids=ids,
         positions=positions.to(torch.int32),
         cu_seqlens=cu_seqlens.to(torch.int32),
         slot_mappings=tuple(mappings),
-        last_index=wanted,
+        last_index=last_index,
         max_query_len=max(lengths),
         lengths=tuple(lengths),
-        whole_prompt=starts == [0],
+        decoding=ends[:count] if count else None,
     )
-    return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions, following)
+    return PackedChunks(inputs, prefix, rows[len(hole) :], ends, last_positions, following)
 
 
 def _scored(
-    chunks: Sequence[PrefillChunk], bounds: Sequence[int], num_scored: Sequence[int]
+    chunks: Sequence[PrefillChunk], bounds: Sequence[int], scored: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
     """Return the indices of the scored tokens in the packing, and the tokens that follow them."""
     index: list[int] = []
     targets: list[int] = []
-    for chunk, first, count in zip(chunks, bounds, num_scored, strict=False):
+    for chunk, first, (skipped, count) in zip(chunks, bounds, scored, strict=False):
         assert chunk.request.prompt_ids is not None
-        index += range(first, first + count)
-        targets += chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + count]
+        index += range(first + skipped, first + skipped + count)
+        begin = chunk.start + skipped + 1
+        targets += chunk.request.prompt_ids[begin : begin + count]
     return index, targets
 
 
-def _token_ids(request: Request, start: int, length: int) -> Tensor:
-    """Return ids [length] of prompt and output from `start` on."""
-    assert request.prompt_ids is not None
-    stop, prompt = start + length, request.num_prompt_tokens
-    ids = list(request.prompt_ids[start : min(stop, prompt)])
-    if stop > prompt:
-        ids += request.output_ids[max(start - prompt, 0) : stop - prompt]
-    assert len(ids) == length, "the tokens of a request must be known before it is prefilled"
-    return torch.tensor(ids)
-
-
-def _slot_mapping(chunks: Sequence[PrefillChunk], table: int, block_size: int) -> Tensor:
-    """Return the flat cache index [num_tokens] int64 of all tokens of the chunks."""
-    return torch.cat(
-        [
-            token_places(chunk.request.blocks, chunk.start, chunk.length, table, block_size)
-            for chunk in chunks
-        ]
-    )
+def _token_ids(chunks: Sequence[PrefillChunk]) -> Tensor:
+    """Return the ids [num_tokens] of all chunks, of prompt and output."""
+    ids = array("q")
+    for request, start, length, _ in chunks:
+        assert request.prompt_ids is not None
+        stop, prompt, before = start + length, request.num_prompt_tokens, len(ids)
+        ids.extend(array("q", request.prompt_ids[start : min(stop, prompt)]))
+        if stop > prompt:
+            ids.extend(array("q", request.output_ids[max(start - prompt, 0) : stop - prompt]))
+        if len(ids) - before != length:
+            raise AssertionError("the tokens of a request must be known before it is prefilled")
+    return int64_tensor(ids)
 
 
 __all__ = ["PackedChunks", "pack_chunks"]

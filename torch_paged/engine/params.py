@@ -27,6 +27,7 @@ class SamplingParams:
         logprobs: report the log-probability of each token, by the model's unedited logits.
         top_logprobs: report so many of the most likely tokens in the place of each, too.
         prompt_logprobs: report the log-probabilities of the prompt's tokens.
+        prompt_logprobs_start: from this index on, at least 1.
         prompt_top_logprobs: and so many of the most likely tokens in the place of each.
         stop_check: asked on the host after each token.
     """
@@ -44,6 +45,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    prompt_logprobs_start: int = 1
     prompt_top_logprobs: int = 0
     stop_check: StopCheck | None = None
 

@@ -1,8 +1,7 @@
-"""Prefill as CUDA graphs over token-count buckets, so that short prompts are not launch-bound."""
+"""Prompts of closed batches as CUDA graphs over buckets: short ones are not launch-bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,11 +18,8 @@ from torch_paged.ops.paged_attention.whole_prompt import WHOLE_PROMPT_TOKENS
 # that size should not stay in the graphs' pool.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
-# Rows of a closed batch: few sizes, because each comes in every size of token bucket.
-BATCH_ROW_BUCKETS = (1, 8, 32)
-
-# A few rows in every size of step: admissions come in ones and twos, and a graph costs a capture.
-SERVING_ROW_BUCKETS = (8,)
+# Few sizes, because each comes in every size of token bucket.
+ROW_BUCKETS = (1, 8, 32)
 
 
 class Size(NamedTuple):
@@ -40,9 +36,6 @@ class CapturedPrefill:
     A bucket is captured when it is met for the second time: a shape that comes once is not worth
     a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
     stays in their own rows of the activations.
-
-    Args:
-        name: of its graphs; two objects over one cache need two names.
     """
 
     def __init__(
@@ -50,17 +43,11 @@ class CapturedPrefill:
         step: StepModel,
         device: torch.device,
         graphs: GraphCache[Tensor | None],
-        row_buckets: Sequence[int],
-        name: str = "prefill",
     ) -> None:
-        self._name = name
         self._step = step
         self._device = device
         self._graphs = graphs
-        self._row_buckets = tuple(row_buckets)
         self._static: dict[Size, StepInputs] = {}
-        self._sampled: dict[Size, Tensor] = {}  # slots whose rows sample, else -1
-        self._logits: dict[Size, Tensor] = {}  # static outputs of the graphs
         self._met: set[Size] = set()
         self._met_lengths: set[int] = set()
 
@@ -71,7 +58,7 @@ class CapturedPrefill:
             return self._uncaptured(inputs)
         static = self._static[size]
         _load(static, inputs)
-        key = (self._name, self._step.variant, *size)
+        key = ("prefill", self._step.variant, *size)
 
         def run() -> Tensor:
             return self._step.prefill(static)
@@ -81,37 +68,7 @@ class CapturedPrefill:
             return self._uncaptured(inputs)
         logits = self._graphs.replay(key)
         assert logits is not None
-        self._logits[size] = logits
         return logits[: inputs.slots.shape[0]]
-
-    def tail(
-        self,
-        logits: Tensor,
-        inputs: StepInputs,
-        slots: Tensor,
-        tail: Callable[[Tensor, Tensor], None],
-        tail_key: Hashable,
-    ) -> None:
-        """Run `tail(logits, slots)` behind the prefill just run, as a graph if that was one."""
-        size = self._bucket(inputs)
-        static = None if size is None else self._logits.get(size)
-        if size is None or static is None or static.data_ptr() != logits.data_ptr():
-            tail(logits, slots)
-            return
-        sampled, all_logits = self._sampled[size], static
-        key = (self._name, "tail", *size, static.data_ptr(), tail_key)
-
-        def whole_tail() -> None:
-            tail(all_logits, sampled)
-
-        if key not in self._graphs:
-            # It appends tokens, so it warms up on padding rows alone.
-            sampled.fill_(-1)
-            if not self._graphs.prepare("a prefill's end", key, whole_tail, warmup=whole_tail):
-                tail(logits, slots)
-                return
-        _put(sampled, slots, -1)
-        self._graphs.replay(key)
 
     def _uncaptured(self, inputs: StepInputs) -> Tensor:
         """Run as it is, a whole prompt as one from the second time on that its length is met.
@@ -134,17 +91,13 @@ class CapturedPrefill:
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
             self._static[size] = _static_inputs(size, num_tables, self._device)
-            with torch.inference_mode(False):
-                self._sampled[size] = torch.full(
-                    (size.rows,), -1, dtype=torch.int32, device=self._device
-                )
         return size
 
     def _bucket(self, inputs: StepInputs) -> Size | None:
         if inputs.ids is None:
             return None
         tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
-        rows = pick_bucket(inputs.slots.shape[0], self._row_buckets)
+        rows = pick_bucket(inputs.slots.shape[0], ROW_BUCKETS)
         if tokens is None or rows is None:
             return None
         return Size(tokens, rows, inputs.whole_prompt and tokens >= WHOLE_PROMPT_TOKENS)

@@ -42,7 +42,10 @@ class PrefixReuse:
         """
         if self._cache is None:
             return 0
-        keys = self._keys(request, (request.num_tokens - 1) // self._block_size)
+        most = request.num_tokens - 1
+        if request.max_cached_tokens is not None:
+            most = min(most, request.max_cached_tokens)
+        keys = self._keys(request, most // self._block_size)
         count = self._num_held(self._cache, keys)
         for held in request.blocks:
             kind = held.kind

@@ -44,6 +44,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def layer_flops(self) -> float:
+        """Operations that one token takes in a layer, about; 0 where that is not known."""
+        ...
+
+    @property
     def storage_key(self) -> tuple[object, ...]:
         """Equal for two runs that may share a captured graph."""
         ...

@@ -35,6 +35,7 @@ class Request:
         deadline: `time.monotonic()` seconds after which the request is cancelled, or None.
         payload: the runner's, e.g. sampling parameters; the scheduler does not look at it.
         cache_salt: only requests of equal salt share cached prefixes.
+        max_cached_tokens: most tokens of the prompt that a cached prefix may stand for; None: all.
         output_ids: sampled tokens in order, appended by the engine as it learns of them. May
             trail behind the steps that were scheduled.
         num_computed_tokens: tokens whose KV is in the cache. While the row decodes, this and
@@ -50,6 +51,7 @@ class Request:
     deadline: float | None = None
     payload: object = field(default=None, repr=False)
     cache_salt: bytes = b""
+    max_cached_tokens: int | None = None
     output_ids: list[int] = field(default_factory=list, repr=False)
 
     # Set by the scheduler.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.layout import LayerKind
-from torch_paged.engine.held_blocks import BlockUpdate, no_blocks
+from torch_paged.engine.held_blocks import BlockUpdate, HeldBlocks, no_blocks
 from torch_paged.engine.request import Request
 
 
@@ -76,27 +76,37 @@ class RequestBlocks:
             for update in held.updates(request.slot, since)
         ]
 
-    def grow_all(self, requests: Sequence[Request]) -> list[BlockUpdate] | None:
-        """Give each a column more; None if not all of these are free: then nobody got one."""
-        ids = self._take(len(requests) * self.num_tables)
+    def grow_all(self, rows: Sequence[tuple[Request, int]]) -> list[BlockUpdate] | None:
+        """Give running requests the blocks for so many tokens each.
+
+        None if not all of these are free: then nobody got one.
+        """
+        size = self._block_size
+        missing: list[tuple[int | None, HeldBlocks, int, int]] = []  # slot, of it, since, columns
+        total = 0
+        for request, num_tokens in rows:
+            end = -(-num_tokens // size)
+            for held in request.blocks:
+                since = held.end
+                if end > since:
+                    missing.append((request.slot, held, since, end - since))
+                    total += (end - since) * held.kind.num_tables
+        ids = self._take(total)
         if ids is None:
             return None
         updates: list[BlockUpdate] = []
         start = 0
-        for request in requests:
-            assert request.slot is not None
-            if self.num_tables == 1:
-                # One kind of layers is the common case, and this runs for every block of a row.
-                (held,) = request.blocks
-                updates.append(BlockUpdate(request.slot, held.end, (ids[start],)))
-                held.ids.append(ids[start])
-                start += 1
-                continue
-            for held in request.blocks:
-                end = held.end
-                held.ids += ids[start : start + held.kind.num_tables]
-                start += held.kind.num_tables
-                updates += held.updates(request.slot, end)
+        for slot, held, since, columns in missing:
+            assert slot is not None
+            kind = held.kind
+            stop = start + columns * kind.num_tables
+            fresh = ids[start:stop]
+            start = stop
+            held.ids += fresh
+            if kind.num_tables == 1:
+                updates.append(BlockUpdate(slot, since, tuple(fresh), kind.first_table))
+            else:
+                updates += held.updates(slot, since)
         return updates
 
     def num_missing(self, request: Request, num_tokens: int) -> int:

@@ -9,7 +9,7 @@ from torch_paged.engine.batch import BatchLimits, BatchRun, Keeps
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.extend import EXTEND_BUCKETS, Extension
 from torch_paged.engine.out_of_memory import no_room_for
-from torch_paged.engine.packed_prompts import PackedPrompts, token_places
+from torch_paged.engine.packed_prompts import PackedPrompts, slot_mapping, token_indices
 from torch_paged.engine.sampler import Sampler
 from torch_paged.errors import OutOfBlocks
 
@@ -51,9 +51,10 @@ class RowRun(BatchRun):
             return torch.cat([self.extend(piece).clone() for piece in ids.split(most)])
         start, core = self.num_tokens, self._core
         self._make_room(start + ids.shape[0])
-        size, row = core.config.block_size, self._blocks.held[0]
+        piece, held = [(0, start, ids.shape[0])], self._blocks.held
+        index, size = token_indices(piece), core.config.block_size
         tables = range(core.layout.num_tables)
-        places = tuple(token_places(row, start, ids.shape[0], table, size) for table in tables)
+        places = tuple(slot_mapping(piece, held, table, size, index) for table in tables)
         (slot,) = self.rows.slots
         logits = core.runner().extend(Extension(slot, ids, start, start + self._shift, places))
         self.num_tokens += ids.shape[0]

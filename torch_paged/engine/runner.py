@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.state import SlotState
+from torch_paged.decoder.inputs import StepInputs, put_decoding
+from torch_paged.decoder.state import SlotState, to_device
 from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
-from torch_paged.engine.prefill import BATCH_ROW_BUCKETS, SERVING_ROW_BUCKETS, CapturedPrefill
+from torch_paged.engine.prefill import CapturedPrefill
+from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Tail
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
 from torch_paged.graphs.buckets import pick_bucket, split_batch
@@ -51,9 +52,12 @@ class Runner(Protocol):
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
     ) -> None:
-        """Run packed chunks, and the end of those that finish their prompt, if any do.
+        """Run packed chunks and rows that decode beside them, then the end of both.
+
+        If it raises, no row has got a token.
 
         Args:
+            end: None where no row samples a token.
             score: takes the logits [num_scored, vocab_size] of the tokens that `last_index` has
                 behind those of the rows.
         """
@@ -71,36 +75,9 @@ class Runner(Protocol):
         ...
 
 
-class Tail(Protocol):
-    """What follows the logits of a step: choose, record and append each row's token.
-
-    Attributes:
-        key: equal for tails that may share a captured graph.
-    """
-
-    key: Hashable
-
-    def __call__(self, logits: Tensor, slots: Tensor) -> None:
-        """Treat logits [num_rows, vocab_size] of `slots` [num_rows] int32, -1 for padding."""
-        ...
-
-
-class PrefillEnd(NamedTuple):
-    """What follows a prefill that finishes prompts.
-
-    Attributes:
-        begin: called behind the forward, to start the rows.
-        slots: [num_rows] int32, -1 for rows whose prompt goes on.
-    """
-
-    begin: Callable[[], None]
-    slots: Tensor
-    tail: Tail
-
-
 def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
     """Put the slots of a batch on the device."""
-    return Rows(tuple(slots), torch.tensor(list(slots), dtype=torch.int32, device=device))
+    return Rows(tuple(slots), to_device(torch.tensor(list(slots), dtype=torch.int32), device))
 
 
 class EagerRunner:
@@ -122,13 +99,12 @@ class EagerRunner:
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
     ) -> None:
+        put_decoding(self._state, inputs)
         logits = self._step.prefill(inputs)
-        num_rows = inputs.slots.shape[0]
         if score is not None:
-            score(logits[num_rows:])
+            score(logits[inputs.slots.shape[0] :])
         if end is not None:
-            end.begin()
-            end.tail(logits[:num_rows], end.slots)
+            end.tail(logits[: end.slots.shape[0]], end.slots)
 
     def logits(self, rows: Rows) -> Tensor:
         return self._step.decode(rows.index)
@@ -163,10 +139,8 @@ class CapturedRunner:
                 size: torch.full((size,), -1, dtype=torch.int32, device=state.device)
                 for size in self._buckets
             }
-        self._prefill = CapturedPrefill(step, state.device, graphs, BATCH_ROW_BUCKETS)
-        self._serve_prefill = CapturedPrefill(
-            step, state.device, graphs, SERVING_ROW_BUCKETS, "serve prefill"
-        )
+        self._prefill = CapturedPrefill(step, state.device, graphs)
+        self._prompt_graphs = PromptGraphs(step, state, graphs)
         self._extend = CapturedExtension(step, state, graphs)
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
@@ -202,14 +176,11 @@ class CapturedRunner:
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
     ) -> None:
-        if score is not None or self._step.keeps_state:
-            # Logits of a whole prompt should not stay in the graphs' pool.
+        # Logits of a whole prompt should not stay in the graphs' pool, and the padding tokens of a
+        # bucket would go into states.
+        alone = score is not None or self._step.keeps_state
+        if alone or not self._prompt_graphs.run(inputs, end):
             self._eager.serve_prefill(inputs, end, score)
-            return
-        logits = self._serve_prefill(inputs)
-        if end is not None:
-            end.begin()
-            self._serve_prefill.tail(logits, inputs, end.slots, end.tail, end.tail.key)
 
     def _serve_part(self, slots: tuple[int, ...], index: Tensor, tail: Tail) -> None:
         bucket = pick_bucket(len(slots), self._buckets)

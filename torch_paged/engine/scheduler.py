@@ -53,6 +53,8 @@ class Scheduler:
         policy: "fcfs", or "priority": smaller `Request.priority` first. One level of priority is
             worth `aging_steps` steps of waiting, so nobody waits for ever.
         prefix_cache: used if `enable_prefix_caching`.
+        cuts_prompts: compute a prompt in chunks where the budget ends within it; False: whole, and
+            the step takes as many tokens more.
         reserve: columns of blocks left free for each running request when another is admitted.
         preempt: False raises `OutOfBlocks` instead; the call may be repeated, nothing is lost.
         swap_space: asked before a preempted request's KV is dropped.
@@ -77,6 +79,7 @@ class Scheduler:
         aging_steps: int = 256,
         enable_prefix_caching: bool = False,
         prefix_cache: PrefixCache | None = None,
+        cuts_prompts: bool = True,
         reserve: int = 1,
         preempt: bool = True,
         swap_space: SwapSpace | None = None,
@@ -99,7 +102,8 @@ class Scheduler:
 
         self._clock = DecodeClock(block_size)
         self._line = WaitingLine(policy, aging_steps)
-        max_chunk = max(1, max_num_batched_tokens)
+        self._cuts_prompts = cuts_prompts
+        max_chunk = max(1, max_num_batched_tokens if cuts_prompts else max_model_len)
         self._blocks = RequestBlocks(allocator, block_size, kinds, max_chunk, make_room)
         self._reserve = reserve * self._blocks.num_tables
         cache = prefix_cache if enable_prefix_caching else None
@@ -185,7 +189,7 @@ class Scheduler:
             self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
-        if decode and not self._grow_at_once():
+        if decode and not self._grow_at_once(1):
             self._grow_rows(1, preempt=self._preempt)
         num_decoding = len(self._clock.rows) if decode else 0
         budget = max(1, self._max_num_batched_tokens - num_decoding)
@@ -212,7 +216,8 @@ class Scheduler:
         Raises:
             OutOfBlocks: not all rows got theirs; what was given comes with the next updates.
         """
-        self._grow_rows(num_tokens_ahead, preempt=False)
+        if not self._grow_at_once(num_tokens_ahead):
+            self._grow_rows(num_tokens_ahead, preempt=False)
         return self._draft.take_block_updates()
 
     def advance(self, num_steps: int) -> None:
@@ -252,7 +257,9 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         for request in chain(list(self._prefilling.values()), self._admissions()):
             start = request.num_computed_tokens
-            length = min(budget, request.num_tokens - start)
+            length = request.num_tokens - start
+            if self._cuts_prompts:
+                length = min(length, budget)
             if self._blocks.has_window:
                 # Whoever was preempted above has left more of the budget than was counted on.
                 length = min(length, self._blocks.num_covered(request) - start)
@@ -265,7 +272,7 @@ class Scheduler:
             if is_last:
                 del self._prefilling[request.request_id]
             budget -= length
-            if budget == 0:
+            if budget <= 0:
                 break
         return tuple(chunks)
 
@@ -312,14 +319,19 @@ class Scheduler:
         self._draft.block_updates += self._blocks.table_rows(request)
         return True
 
-    def _grow_at_once(self) -> bool:
-        """Give every row whose blocks are full one more, if that many are free."""
-        due = list(self._clock.rows_to_grow(1))
+    def _grow_at_once(self, num_steps: int) -> bool:
+        """Give every row the blocks of its next steps, if that many are free for all of them."""
+        due = list(self._clock.rows_to_grow(num_steps))
         if not due:
             return True
         for request in due if self._blocks.has_window else ():
             self._blocks.drop_behind(request, self.num_computed_tokens(request))
-        updates = self._blocks.grow_all(due)
+        computed = map(self.num_computed_tokens, due)
+        ends = [
+            min(tokens + num_steps, request.max_kv_tokens)
+            for request, tokens in zip(due, computed, strict=True)
+        ]
+        updates = self._blocks.grow_all(list(zip(due, ends, strict=True)))
         self._draft.block_updates += updates or ()
         for request in due:
             self._clock.watch_blocks(request)

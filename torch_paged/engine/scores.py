@@ -109,11 +109,15 @@ class PromptScores:
 
     Args:
         count: most likely tokens that are reported of each position, too.
+        first: the first token that is scored; at least 1, since nothing says how likely the first
+            one of the prompt is.
     """
 
-    def __init__(self, num_tokens: int, count: int) -> None:
+    def __init__(self, num_tokens: int, count: int, first: int = 1) -> None:
         self.count = count
-        self._num_scored = num_tokens - 1
+        self.first = first
+        # The logits of a position score the token behind it: these positions are needed.
+        self._start, self._stop = first - 1, num_tokens - 1
         self._pieces: list[tuple[int, Tensor]] = []
         self._logprobs: Any = None  # [num_scored] float32
         self._words: Any = None  # [num_scored, count, 2] int32
@@ -121,16 +125,24 @@ class PromptScores:
     @classmethod
     def of(cls, num_tokens: int, params: SamplingParams) -> PromptScores | None:
         """Return an empty object for a prompt of so many tokens, None if nobody asks for it."""
-        return cls(num_tokens, params.prompt_top_logprobs) if params.prompt_logprobs else None
+        if not params.prompt_logprobs:
+            return None
+        return cls(num_tokens, params.prompt_top_logprobs, params.prompt_logprobs_start)
 
     @property
     def is_settled(self) -> bool:
         """Whether all numbers are here."""
         return self._logprobs is not None
 
+    def span(self, start: int, length: int) -> tuple[int, int]:
+        """Of `length` positions from `start` on, how many are skipped, and then scored."""
+        begin = max(start, self._start)
+        count = min(start + length, self._stop) - begin
+        return (begin - start, count) if count > 0 else (0, 0)
+
     def num_scored(self, start: int, length: int) -> int:
-        """Of `length` positions from `start` on, those that a token of the prompt follows."""
-        return max(min(length, self._num_scored - start), 0)
+        """Of `length` positions from `start` on, how many are scored."""
+        return self.span(start, length)[1]
 
     def add(self, start: int, words: Tensor) -> None:
         """Take what the logits of positions from `start` on say of the tokens that follow these.
@@ -145,56 +157,59 @@ class PromptScores:
         """Keep the numbers, which have arrived; no effect before all were added, or when done."""
         if self.is_settled:
             return
-        words = _array(self._num_scored, 1 + self.count, 2)
-        covered = 0
+        words = _array(self._stop - self._start, 1 + self.count, 2)
+        covered = self._start
         for start, piece in self._pieces:
             if start > covered:
                 return
             values = piece.numpy()
-            words[start : start + len(values)] = values[:, : 1 + self.count]
+            at = start - self._start
+            words[at : at + len(values)] = values[:, : 1 + self.count]
             covered = max(covered, start + len(values))
-        if covered == self._num_scored:
+        if covered == self._stop:
             self._words = words[:, 1:]
             self._logprobs = words[:, 0, 1].view("float32")
             self._pieces.clear()
 
     def logprobs(self) -> Sequence[float | None] | None:
         """Show the log-probability of each token; None before all are here."""
-        return PromptLogprobsView(self._logprobs) if self.is_settled else None
+        return PromptLogprobsView(self._logprobs, self.first) if self.is_settled else None
 
     def tops(self) -> Sequence[TopLogprobs | None] | None:
         """Show the most likely tokens in the place of each; None if nobody asked."""
-        return PromptTopView(self._words) if self.is_settled and self.count else None
+        return PromptTopView(self._words, self.first) if self.is_settled and self.count else None
 
 
 class PromptLogprobsView(_View["float | None"]):
-    """Log-probabilities of a prompt's tokens; nothing says how likely the first one is."""
+    """Log-probabilities of a prompt's tokens, None of those that were not scored."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_first", "_values")
 
-    def __init__(self, values: Any) -> None:
-        super().__init__(len(values) + 1)
+    def __init__(self, values: Any, first: int) -> None:
+        super().__init__(first + len(values))
         self._values = values
+        self._first = first
 
     def _item(self, index: int) -> float | None:
-        return float(self._values[index - 1]) if index else None
+        return float(self._values[index - self._first]) if index >= self._first else None
 
     def __iter__(self) -> Iterator[float | None]:
-        yield None
+        yield from (None,) * self._first
         yield from self._values.tolist()
 
 
 class PromptTopView(_View["TopLogprobs | None"]):
-    """The most likely tokens in the places of a prompt's tokens, but for the first one."""
+    """The most likely tokens in the places of a prompt's tokens that were scored."""
 
-    __slots__ = ("_words",)
+    __slots__ = ("_first", "_words")
 
-    def __init__(self, words: Any) -> None:
-        super().__init__(len(words) + 1)
+    def __init__(self, words: Any, first: int) -> None:
+        super().__init__(first + len(words))
         self._words = words
+        self._first = first
 
     def _item(self, index: int) -> TopLogprobs | None:
-        return _pairs(self._words[index - 1]) if index else None
+        return _pairs(self._words[index - self._first]) if index >= self._first else None
 
 
 def pack_scores(logprobs: Tensor, top: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -18,12 +18,17 @@ from torch_paged.ops.top_logprobs import top_logprobs
 _LOGITS_BYTES = 256 << 20
 
 
-def num_scored(chunk: PrefillChunk) -> int:
-    """Return how many of the first tokens of a chunk are scored."""
+def scored_span(chunk: PrefillChunk) -> tuple[int, int]:
+    """Return how many of the first tokens of a chunk are skipped, and how many then scored."""
     scores = _scores(chunk)
     if scores is None or scores.is_settled:
-        return 0
-    return scores.num_scored(chunk.start, chunk.length)
+        return 0, 0
+    return scores.span(chunk.start, chunk.length)
+
+
+def num_scored(chunk: PrefillChunk) -> int:
+    """Return how many tokens of a chunk are scored."""
+    return scored_span(chunk)[1]
 
 
 def cut_scored(
@@ -51,32 +56,37 @@ def cut_scored(
         yield part
 
 
-def score_chunks(chunks: Sequence[PrefillChunk], scored: Sequence[int], targets: Tensor) -> Score:
+def score_chunks(
+    chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]], targets: Tensor
+) -> Score:
     """Return what turns the logits of the scored tokens into scores of the chunks' prompts.
 
     Args:
-        scored: how many tokens of each chunk.
+        scored: of each chunk, how many tokens are skipped, and then scored.
         targets: [num_scored] int64, the tokens that follow.
     """
-    count = max(_count(chunk) for chunk, num in zip(chunks, scored, strict=True) if num)
+    count = max(_count(chunk) for chunk, (_, num) in zip(chunks, scored, strict=True) if num)
 
     def score(logits: Tensor) -> None:
         top = top_logprobs(logits, count) if count else None
         words = _to_host(pack_scores(token_logprobs(logits, targets), top))
-        for chunk, part in zip(chunks, words.split(list(scored)), strict=True):
+        parts = words.split([num for _, num in scored])
+        for chunk, (skipped, _), part in zip(chunks, scored, parts, strict=True):
             scores = _scores(chunk)
             if scores is not None and len(part):
-                scores.add(chunk.start, part)
+                scores.add(chunk.start + skipped, part)
 
     return score
 
 
 def _cut(chunk: PrefillChunk, limit: int) -> tuple[PrefillChunk, PrefillChunk | None]:
     """Return a chunk with at most `limit` scored tokens, and what is left of it."""
-    if num_scored(chunk) <= limit:
+    skipped, count = scored_span(chunk)
+    if count <= limit:
         return chunk, None
-    first = PrefillChunk(chunk.request, chunk.start, limit, False)
-    start, length = chunk.start + limit, chunk.length - limit
+    cut = skipped + limit
+    first = PrefillChunk(chunk.request, chunk.start, cut, False)
+    start, length = chunk.start + cut, chunk.length - cut
     return first, PrefillChunk(chunk.request, start, length, chunk.is_last)
 
 
@@ -98,4 +108,4 @@ def _to_host(words: Tensor) -> Tensor:
     return host.copy_(words, non_blocking=True)
 
 
-__all__ = ["cut_scored", "num_scored", "score_chunks"]
+__all__ = ["cut_scored", "num_scored", "score_chunks", "scored_span"]

@@ -43,11 +43,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         ValueError: a value of `Config` is out of its range.
         UnsupportedModelError: with ``on_unsupported="raise"``, if neither tier fits the model.
     """
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(
-            f"config must be a torch_paged.Config, got {type(config).__name__}; "
-            "pass fields by name instead, e.g. accelerate(model, max_num_seqs=64)"
-        )
+    check_config(config)
     config = (config or Config()).replace(**overrides)
     target = unwrap(model)
     if disabled():
@@ -69,6 +65,15 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         old.release()
     add_session(target, session)
     return model
+
+
+def check_config(config: object) -> None:
+    """Raise `TypeError` for what is neither None nor a `Config`."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(
+            f"config must be a torch_paged.Config, got {type(config).__name__}; "
+            "pass fields by name instead, e.g. accelerate(model, max_num_seqs=64)"
+        )
 
 
 def _uninstall() -> None:

@@ -65,6 +65,7 @@ OWN_NAMES = (
     "deadline",
     "logprobs",
     "prompt_logprobs",
+    "prompt_logprobs_start",
     "stop_token_ids",
     "tokenizer",
     "on_output",
@@ -167,6 +168,7 @@ def resolve_params(
         logprobs=logprobs,
         top_logprobs=num_tops,
         prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=_scored_from(own, prompt_logprobs, prompt_length),
         prompt_top_logprobs=num_prompt_tops,
     )
     count = integer("num_return_sequences", config.num_return_sequences or 1, 1)
@@ -228,6 +230,24 @@ def _logprobs(name: str, own: Mapping[str, Any]) -> tuple[bool, int]:
             f"tokens as well, got {number}; pass e.g. {name}=5"
         )
     return number > 0, number
+
+
+def _scored_from(own: Mapping[str, Any], is_scored: bool, prompt_length: int) -> int:
+    """Return the first token of the prompt whose log-probability is asked for."""
+    value = own.get("prompt_logprobs_start")
+    if value is None:
+        return 1
+    start = integer("prompt_logprobs_start", value, 0)
+    if not is_scored:
+        raise ValueError(
+            f"prompt_logprobs_start={start} needs prompt_logprobs; pass prompt_logprobs=True"
+        )
+    if start > prompt_length:
+        raise ValueError(
+            f"prompt_logprobs_start must be at most the {prompt_length} tokens of the prompt, got "
+            f"{start}"
+        )
+    return max(start, 1)
 
 
 def _max_new_tokens(config: Any, prompt_length: int) -> int:

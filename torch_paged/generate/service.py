@@ -182,10 +182,11 @@ class Service:
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
-        # A prompt is scored as it is computed: what others have computed of it does not help.
+        # A prompt is scored as it is computed: what others have computed of that does not help.
         scores = PromptScores.of(len(ids), params.samples[0])
+        not_scored = None if scores is None else scores.first - 1
         # Without prefix caching only the samples of one prompt share its blocks.
-        shares_prefix &= session.config.enable_prefix_caching and scores is None
+        shares_prefix &= session.config.enable_prefix_caching and not_scored != 0
         salt = b"" if shares_prefix else b"request %d" % number
         jobs: list[Job] = []
         for index, sample in enumerate(params.samples):
@@ -197,6 +198,7 @@ class Service:
                 priority=params.priority,
                 deadline=params.deadline,
                 cache_salt=salt,
+                max_cached_tokens=not_scored if shares_prefix else None,
             )
             jobs.append(Job(request, sample, params.on_output, private, streams, scores))
         names = [job.request.request_id for job in jobs]

@@ -14,7 +14,7 @@ from torch import nn
 from torch_paged.config import Config
 from torch_paged.engine.output import RequestOutput
 from torch_paged.errors import TorchPagedError
-from torch_paged.generate.accelerate import accelerate, restore, unwrap
+from torch_paged.generate.accelerate import accelerate, check_config, restore, unwrap
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.service import Service
 
@@ -30,7 +30,9 @@ class Engine:
 
     Args:
         model: as for `accelerate`; it is accelerated if it is not, and restored by `close` then.
-        config: applied to the model, also if it is accelerated already; None keeps its own.
+        config: applied to the model, also if it is accelerated already; None keeps its own. KV
+            cache and graphs are made anew only if `block_size`, `kv_cache_memory`,
+            `gpu_memory_utilization`, `kv_cache_dtype`, `batch_buckets` or `cuda_graphs` change.
         overrides: fields of `Config` to change.
 
     Raises:
@@ -43,9 +45,13 @@ class Engine:
         self._target = unwrap(model)
         session = find_session(self._target)
         self._owns_model = session is None
-        if session is None or config is not None or overrides:
-            before = None if session is None else session.config
-            accelerate(self._target, config or before, **overrides)
+        if session is None:
+            accelerate(self._target, config, **overrides)
+        elif config is not None or overrides:
+            check_config(config)
+            wanted = (config or session.config).replace(**overrides)
+            if not session.reconfigure(wanted):
+                accelerate(self._target, wanted)
         try:
             self._service = Service(self._target)
         except BaseException:
@@ -72,8 +78,9 @@ class Engine:
                 ``deadline`` in seconds from now, after which the request is cancelled;
                 ``logprobs=True`` for the log-probability of each token, or how many of the most
                 likely tokens to report with it, up to 20; ``prompt_logprobs``, the same for the
-                prompt; ``stop_token_ids`` besides the end tokens; ``tokenizer`` for
-                ``stop_strings``; ``on_output``, called with each `RequestOutput` of the request.
+                prompt, or for its tokens from index ``prompt_logprobs_start`` on;
+                ``stop_token_ids`` besides the end tokens; ``tokenizer`` for ``stop_strings``;
+                ``on_output``, called with each `RequestOutput` of the request.
 
         Raises:
             TypeError: a name or a type is wrong.

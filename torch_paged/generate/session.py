@@ -32,6 +32,15 @@ _OLDEST_CAPABILITY = (7, 5)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Columns of the block table at the start; longer rows widen it.
 _MAX_TABLE_TOKENS = 131072
+# Settings by which tier, pool or graphs were made. The others are read where they apply.
+_MADE_BY = (
+    "block_size",
+    "kv_cache_memory",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "batch_buckets",
+    "cuda_graphs",
+)
 
 
 class Session:
@@ -81,6 +90,16 @@ class Session:
         except SpecRefusal as refusal:
             self.reasons = [str(refusal)]
             self._undecided = True
+
+    def reconfigure(self, config: Config) -> bool:
+        """Take over a configuration under which pool and graphs can stay; say whether they can."""
+        if any(getattr(config, name) != getattr(self.config, name) for name in _MADE_BY):
+            return False
+        with self.lock:
+            self.config = config
+            if self.core is not None:
+                self.core.config = config
+        return True
 
     def decide_tier(self) -> Tier:
         """Return the tier; probing the model for the patched one takes a short forward."""

@@ -87,9 +87,10 @@ def prompt_list(prompt_ids: Any, model: Any, name: str = "prompt_ids") -> list[i
         some = ", ".join(map(repr, values[:3])) + more
         raise TypeError(f"{name} must be integers, got [{some}]; {remedy}") from None
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    smallest, largest = min(ids), max(ids)
+    if smallest < 0 or largest >= vocab_size:
         raise ValueError(
-            f"{name} must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}; use the "
+            f"{name} must be in [0, {vocab_size}), got {smallest} to {largest}; use the "
             "model's own tokenizer"
         )
     return ids

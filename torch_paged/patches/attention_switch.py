@@ -139,38 +139,49 @@ class PagedRun:
         k_cache, v_cache = self.binding.keys[layer], self.binding.values[layer]
         block_table, table = self.binding.block_table(layer), self.binding.tables[layer]
         limits = {"window": self.windows[layer], "softcap": call.softcap, "sinks": s}
-        if self.decode:
+
+        def decode(query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
             return fused_decode_attention(
-                q.squeeze(2),
-                k.squeeze(2),
-                v.squeeze(2),
+                query,
+                key,
+                value,
                 None,
                 None,
                 k_cache,
                 v_cache,
                 block_table,
-                inputs.slots,
+                slots,
                 state.context_lens,
                 state.counters,
                 scale=call.scale,
                 **limits,
             )
+
+        if self.decode:
+            return decode(q.squeeze(2), k.squeeze(2), v.squeeze(2), inputs.slots)
         assert inputs.slot_mappings and inputs.cu_seqlens is not None
         query, key, value = (t.squeeze(0).transpose(0, 1).contiguous() for t in (q, k, v))
+        decoded = None
+        if inputs.decoding is not None:
+            count = inputs.decoding.shape[0]
+            decoded = decode(query[:count], key[:count], value[:count], inputs.decoding)
         mapping = inputs.slot_mappings[table]
         rotary_cache_write(query, key, value, None, None, k_cache, v_cache, mapping)
-        return paged_prefill_attention(
+        out = paged_prefill_attention(
             query,
             k_cache,
             v_cache,
             block_table,
             inputs.slots,
             inputs.cu_seqlens,
-            state.context_lens,
+            state.prefix_lens,
             max_query_len=inputs.max_query_len,
             scale=call.scale,
             **limits,
         )
+        if decoded is not None:
+            out[: decoded.shape[0]].copy_(decoded)
+        return out
 
 
 _ACTIVE: ContextVar[Probe | PagedRun | None] = ContextVar("torch_paged_attention", default=None)

@@ -99,6 +99,11 @@ class PatchedStep:
         return tuple(call.shape for call in self.calls) or (_NO_KEYS,)
 
     @property
+    def layer_flops(self) -> float:
+        """Not known: of experts, a token meets only some."""
+        return 0.0
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         return self._windows or (0,)
 
@@ -154,13 +159,17 @@ class PatchedStep:
         if self._states is None:
             return self._prompt_logits(inputs, PassThroughCache(), inputs.last_index)
         # A mixer would carry its state from one packed prompt into the next.
+        rows, wanted = len(inputs.lengths), inputs.last_index
+        is_scored = wanted.shape[0] > rows
         parts, end = [], 0
         for row, length in enumerate(inputs.lengths):
             part, cache = _one_row(inputs, row, end, end + length), self._states.begin()
-            parts.append(self._prompt_logits(part, cache, None))
+            last = None if is_scored else wanted[row : row + 1] - end
+            parts.append(self._prompt_logits(part, cache, last))
             self._states.store(cache, part.slots)
             end += length
-        return torch.cat(parts).index_select(0, inputs.last_index)
+        logits = torch.cat(parts)
+        return logits.index_select(0, wanted) if is_scored else logits
 
     def _prompt_logits(
         self, inputs: StepInputs, cache: PassThroughCache, wanted: Tensor | None

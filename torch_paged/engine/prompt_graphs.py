@@ -1,0 +1,222 @@
+"""Steps of an engine with prompts in them as CUDA graphs: forward, choice of tokens and all.
+
+Decoding rows share the forward of the chunks, which reads the weights anyway. On an H200 32 rows
+take 4.2 ms at 8B in a step of their own, and 0.8 ms next to a chunk of 528 tokens. What that is
+worth by arithmetic (`python -m benchmarks.mixing`: the work of `benchmarks.ragged`, output tokens
+a second, budgets of 512 / 8,192 tokens a step):
+
+=========  ===============  ===============  ===============
+in flight  8B               1B               0.6B
+=========  ===============  ===============  ===============
+8          +3.7% / +2.4%    +3.6% / +2.4%    +3.0% / +2.0%
+32         +8.6% / +4.2%    +9.4% / +4.7%    +7.3% / +3.9%
+128        +11.1% / +4.5%   +17.5% / +7.1%   +14.0% / +6.1%
+512        +9.4% / +1.7%    +21.2% / +4.1%   +17.2% / +4.6%
+256, once  +9.6% / +0.4%    +15.3% / +0.7%   +12.2% / +0.6%
+=========  ===============  ===============  ===============
+
+The 99th percentile between two tokens falls by 17 to 23% with up to 32 in flight and 512 tokens.
+Where all requests are there at the start, all prompts run in the first steps: a small budget then
+costs more than it saves (8B: 8,529 tokens a second with 512, 9,064 with 8,192). Past some 140 rows
+8B is bound by arithmetic in a decode step, too, and a forward shared saves little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_paged.decoder.inputs import StepInputs, put_decoding
+from torch_paged.decoder.state import SlotState
+from torch_paged.engine.protocols import StepModel
+from torch_paged.graphs.buckets import pick_bucket
+from torch_paged.graphs.capture import GraphCache
+
+# Of the chunks' tokens. Past the last bucket the device is busy for longer than the launches take,
+# and activations of that size should not stay in the graphs' pool.
+_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536)
+_TOKEN_BUCKETS = (*_TOKENS, 1792, 2048)
+# Chunks in every size of step: admissions come in ones and twos, and a graph costs a capture.
+_CHUNKS = 8
+# Few sizes of decoding rows, since each comes with every size of chunks.
+_DECODING_BUCKETS = (8, 16, 32, 64, 128, 256)
+# A graph saves launches, which take the host some 0.3 ms a layer and are behind the device's back
+# most of the time; its padding takes the device time. So many operations of padding in a layer,
+# 0.05 ms of an H200, are worth a graph.
+_PADDING_FLOPS = 3e10
+
+
+class Tail(Protocol):
+    """What follows the logits of a step: choose, record and append each row's token.
+
+    Attributes:
+        key: equal for tails that may share a captured graph.
+    """
+
+    key: Hashable
+
+    def __call__(self, logits: Tensor, slots: Tensor) -> None:
+        """Treat logits [num_rows, vocab_size] of `slots` [num_rows] int32, -1 for padding."""
+        ...
+
+
+class PrefillEnd(NamedTuple):
+    """What follows a prefill that finishes prompts, or has decoding rows beside it.
+
+    Attributes:
+        slots: int32, of each row in the order of the logits; -1 for those whose prompt goes on.
+    """
+
+    slots: Tensor
+    tail: Tail
+
+
+class _Size(NamedTuple):
+    """What of a step a graph has room for."""
+
+    tokens: int
+    decoding: int
+
+
+class _Static(NamedTuple):
+    """What a graph reads; `ends` are the slots of decoding rows, then of chunks that end."""
+
+    inputs: StepInputs
+    ends: Tensor
+
+
+class PromptGraphs:
+    """Runs a step in the next larger bucket of chunk tokens and of decoding rows.
+
+    A bucket is captured when it is met for the second time: a shape that comes once is not worth
+    a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
+    stays in their own rows of the activations.
+    """
+
+    def __init__(
+        self, step: StepModel, state: SlotState, graphs: GraphCache[Tensor | None]
+    ) -> None:
+        self._step = step
+        self._state = state
+        self._graphs = graphs
+        most = state.max_num_seqs
+        self._decoding_buckets = (*(n for n in _DECODING_BUCKETS if n < most), most)
+        self._max_padding = _PADDING_FLOPS / max(step.layer_flops, 1.0)
+        self._static: dict[_Size, _Static] = {}
+        self._met: set[_Size] = set()
+
+    def run(self, inputs: StepInputs, end: PrefillEnd | None) -> bool:
+        """Run a step; False where it has no graph: then nothing was done."""
+        size = self._size(inputs)
+        if size is None:
+            return False
+        if size not in self._met:
+            self._met.add(size)
+            return False
+        static = self._static.get(size)
+        if static is None:
+            num_tables = len(inputs.slot_mappings)
+            static = self._static[size] = _make_static(size, num_tables, self._state.device)
+        tail = None if end is None else end.tail
+        key = ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
+        if not self._prepare(key, static, inputs, tail):
+            return False
+        _load(static, inputs, size)
+        if end is not None:
+            _load_ends(static.ends, inputs, end.slots, size)
+        self._graphs.replay(key)
+        return True
+
+    def _prepare(
+        self, key: Hashable, static: _Static, inputs: StepInputs, tail: Tail | None
+    ) -> bool:
+        if key in self._graphs:
+            return True
+
+        def whole_step() -> None:
+            put_decoding(self._state, static.inputs)
+            logits = self._step.prefill(static.inputs)
+            if tail is not None:
+                tail(logits, static.ends)
+
+        # It appends tokens, so it warms up on padding rows alone.
+        static.ends.fill_(-1)
+        static.inputs.slots.fill_(-1)
+        for mapping in static.inputs.slot_mappings:
+            mapping.fill_(-1)
+        return self._graphs.prepare("a prefill", key, whole_step, warmup=whole_step)
+
+    def _size(self, inputs: StepInputs) -> _Size | None:
+        if inputs.ids is None:
+            return None
+        decoding = 0 if inputs.decoding is None else inputs.decoding.shape[0]
+        num_tokens = inputs.ids.shape[0] - decoding
+        tokens = pick_bucket(num_tokens, _TOKEN_BUCKETS)
+        if tokens is None or inputs.slots.shape[0] - (decoding > 0) > _CHUNKS:
+            return None
+        rows = pick_bucket(decoding, self._decoding_buckets) if decoding else 0
+        if rows is None or tokens - num_tokens + rows - decoding > self._max_padding:
+            return None
+        return _Size(tokens, rows)
+
+
+def _make_static(size: _Size, num_tables: int, device: torch.device) -> _Static:
+    hole = int(size.decoding > 0)
+    num_tokens, num_rows = size.decoding + size.tokens, size.decoding + _CHUNKS
+
+    def full(count: int, dtype: torch.dtype, value: int = 0) -> Tensor:
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    with torch.inference_mode(False):
+        ends = full(num_rows, torch.int32, -1)
+        inputs = StepInputs(
+            slots=full(hole + _CHUNKS, torch.int32, -1),
+            ids=full(num_tokens, torch.int64),
+            positions=full(num_tokens, torch.int32),
+            cu_seqlens=full(hole + _CHUNKS + 1, torch.int32),
+            slot_mappings=tuple(full(num_tokens, torch.int64, -1) for _ in range(num_tables)),
+            last_index=torch.arange(num_rows, device=device),
+            max_query_len=size.tokens,
+            decoding=ends[: size.decoding] if hole else None,
+        )
+    return _Static(inputs, ends)
+
+
+def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
+    """Copy a step's chunks into static inputs; the rest becomes padding.
+
+    The front, of the decoding rows, stays as it is: the graph writes it.
+    """
+    count = 0 if inputs.decoding is None else inputs.decoding.shape[0]
+    hole, shift = int(count > 0), size.decoding - count
+    into = static.inputs
+    assert into.ids is not None and inputs.ids is not None
+    assert into.positions is not None and inputs.positions is not None
+    assert into.last_index is not None and inputs.last_index is not None
+    assert into.cu_seqlens is not None and inputs.cu_seqlens is not None
+    _put(into.ids[size.decoding :], inputs.ids[count:], 0)
+    _put(into.positions[size.decoding :], inputs.positions[count:], 0)
+    for mapping, new_mapping in zip(into.slot_mappings, inputs.slot_mappings, strict=True):
+        _put(mapping[size.decoding :], new_mapping[count:], -1)
+    _put(into.slots[hole:], inputs.slots[hole:], -1)
+    _put(into.last_index[size.decoding :], inputs.last_index[count:] + shift, 0)
+    # Padding rows are empty: they begin and end where the last real one ends.
+    num_tokens = inputs.ids.shape[0] + shift
+    _put(into.cu_seqlens[hole:], inputs.cu_seqlens[hole:] + shift, num_tokens)
+
+
+def _load_ends(ends: Tensor, inputs: StepInputs, slots: Tensor, size: _Size) -> None:
+    count = 0 if inputs.decoding is None else inputs.decoding.shape[0]
+    _put(ends[: size.decoding], slots[:count], -1)
+    _put(ends[size.decoding :], slots[count:], -1)
+
+
+def _put(target: Tensor, values: Tensor, fill: int) -> None:
+    target[: values.shape[0]].copy_(values)
+    target[values.shape[0] :].fill_(fill)
+
+
+__all__: Sequence[str] = ["PrefillEnd", "PromptGraphs", "Tail"]
