@@ -175,7 +175,11 @@ import importlib, pkgutil, torch_paged
 for module in pkgutil.walk_packages(torch_paged.__path__, "torch_paged."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
+from torch_paged.graphs import capture
+capture.GraphCache(capture.GraphPool("cuda"))
 assert not torch.cuda.is_initialized()
+import sys
+assert "cuda.bindings" not in sys.modules
 print("imported")
 """
     result = run_python(script)

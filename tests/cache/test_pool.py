@@ -200,15 +200,6 @@ def test_unlimited_pool_on_the_cpu_has_no_maximum():
         KVPool(LAYERS, 16, torch.float32, "cpu").max_num_blocks()
 
 
-def test_import_initialises_no_device():
-    code = (
-        "import sys, torch, torch_paged.cache.pool, torch_paged.graphs.capture as capture, "
-        "torch_paged.graphs.static; capture.GraphCache(capture.GraphPool('cuda'));"
-        "assert not torch.cuda.is_initialized(); assert 'cuda.bindings' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def virtual(layers=None, **options):
     """A pool of 2 x 2 tensors of 64 KiB a block: 32 blocks to the granule."""
     layers = layers or [LayerShape(8, 256, 256)] * 2

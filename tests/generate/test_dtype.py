@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 import torch_paged
 
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 
 
 def forced_logits(model, ids: Tensor, mask: Tensor, tape: Tensor) -> Tensor:
