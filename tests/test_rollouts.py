@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -58,33 +59,57 @@ def tiny_prompts() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def test_rollout_and_trainer_agree_while_the_policy_learns(script) -> None:
+def asked(group: int, max_new_tokens: int, **options: float) -> argparse.Namespace:
+    named = {"temperature": 1.0, "top_p": 1.0, **options}
+    return argparse.Namespace(group=group, max_new_tokens=max_new_tokens, **named)
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(30, {}), (4, {"temperature": 0.8, "top_p": 0.9})],
+    ids=["as it is", "filtered"],
+)
+def test_rollout_and_trainer_agree_while_the_policy_learns(steps, options, script) -> None:
     model = torch_paged.accelerate(tiny_model(), on_unsupported="raise")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     means = []
     torch.manual_seed(1)
-    for _ in range(30):
-        rollout = script.roll_out(model, tiny_prompts(), 8, 12)
+    for _ in range(steps):
+        settings = asked(8, 12, **options)
+        rollout = script.roll_out(model, tiny_prompts(), settings)
         scores = script.rewards(Letters(), rollout, "e")
-        trained = script.train(model, optimizer, rollout, script.advantages(scores, 8))
-        apart = (rollout.logprobs - trained)[rollout.kept].abs()
-        assert float(apart.max()) < 1e-4
+        advantage = script.advantages(scores, 8)
+        trained = script.train(model, optimizer, rollout, advantage, settings.temperature)
+        for ours, trainers in ((rollout.raw, trained.raw), (rollout.tempered, trained.tempered)):
+            assert float((ours - trainers)[rollout.kept].abs().max()) < 1e-4
+        left = rollout.left[rollout.kept]
+        assert (left < 0.999).any() == bool(options) and 0.5 < float(left.min()) <= 1.001
         means.append(float(scores.mean()))
-    assert torch_paged.explain(model).last_call.path == "fused"
-    assert sum(means[-5:]) > 2 * sum(means[:5]) + 0.5
+    call = torch_paged.explain(model).last_call
+    assert (call.path, call.loop) == ("fused", "device")
+    assert steps < 30 or sum(means[-5:]) > 2 * sum(means[:5]) + 0.5
     torch_paged.restore(model)
 
 
 def test_log_probabilities_are_those_of_a_model_that_is_not_accelerated(script) -> None:
-    model = tiny_model()
+    model, prompts = tiny_model(), tiny_prompts()
     torch.manual_seed(2)
-    expected = script.roll_out(model, tiny_prompts(), 4, 12)
+    expected = model.generate(
+        **prompts,
+        max_new_tokens=12,
+        num_return_sequences=4,
+        do_sample=True,
+        top_k=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     torch_paged.accelerate(model, on_unsupported="raise")
     torch.manual_seed(2)
-    got = script.roll_out(model, tiny_prompts(), 4, 12)
+    got = script.roll_out(model, prompts, asked(4, 12))
     assert torch.equal(got.sequences, expected.sequences)
-    assert torch.equal(got.kept, expected.kept)
-    torch.testing.assert_close(got.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
+    logprobs = script.chosen_logprobs(torch.stack(expected.logits, 1), got.answers)
+    for ours in (got.raw, got.tempered):
+        torch.testing.assert_close(ours[got.kept], logprobs[got.kept], rtol=1e-4, atol=1e-4)
     torch_paged.restore(model)
 
 
@@ -94,7 +119,7 @@ def test_tokens_behind_the_end_do_not_count(script) -> None:
         model.lm_head.weight.zero_()
     torch_paged.accelerate(model)
     torch.manual_seed(3)
-    rollout = script.roll_out(model, tiny_prompts(), 8, 40)
+    rollout = script.roll_out(model, tiny_prompts(), asked(8, 40))
     for row, kept in zip(rollout.answers.tolist(), rollout.kept.tolist(), strict=True):
         length = row.index(2) + 1 if 2 in row else len(row)
         assert kept == [i < length for i in range(len(row))]
@@ -104,6 +129,7 @@ def test_tokens_behind_the_end_do_not_count(script) -> None:
 def test_script_trains_the_packaged_model() -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     sizes = ["--steps", "2", "--prompts", "1", "--group", "2", "--max-new-tokens", "6"]
+    sizes += ["--temperature", "0.9", "--top-p", "0.8"]
     result = subprocess.run(
         [sys.executable, str(EXAMPLES / "rollouts.py"), "--device", "cpu", *sizes],
         env=environment,
@@ -114,4 +140,7 @@ def test_script_trains_the_packaged_model() -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(re.findall(r"^step \d: reward 0\.\d+", result.stdout, re.M)) == 2
-    assert "Last call: fused path" in result.stdout
+    for name in ("raw", "tempered"):
+        assert result.stdout.count(f"  {name} log-probabilities: rollout -") == 2
+    assert "left by the filters" in result.stdout
+    assert "Last call: fused path, device loop" in result.stdout

@@ -10,11 +10,13 @@ from torch_paged.generate.accelerate import (
     accelerated,
     explain,
     is_accelerated,
+    recorded_logprobs,
     release,
     restore,
     stats,
     weights_changed,
 )
+from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.serving import Engine
 from torch_paged.report import CallReport, Report, Stats
 
@@ -25,11 +27,13 @@ __all__ = [
     "Report",
     "RequestOutput",
     "Stats",
+    "TokenLogprobs",
     "__version__",
     "accelerate",
     "accelerated",
     "explain",
     "is_accelerated",
+    "recorded_logprobs",
     "release",
     "restore",
     "stats",

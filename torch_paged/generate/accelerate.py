@@ -13,6 +13,7 @@ from torch import nn
 from torch_paged.config import Config
 from torch_paged.errors import UnsupportedModelError
 from torch_paged.generate.batching import drop_cached_manager
+from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.methods import DECODING_METHODS
 from torch_paged.generate.registry import add_session, find_session, remove_session
 from torch_paged.generate.session import Session
@@ -63,6 +64,7 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         _FINALIZERS[target] = weakref.finalize(target, _uninstall)
     else:
         old.release()
+        session.logprobs = old.logprobs
     add_session(target, session)
     return model
 
@@ -121,6 +123,32 @@ def accelerated(
         yield yield_model
     finally:
         restore(model)
+
+
+@contextlib.contextmanager
+def recorded_logprobs(model: nn.Module) -> Iterator[TokenLogprobs]:
+    """Record the log-probabilities of the tokens that `model.generate()` samples in the block.
+
+    The object keeps those of the newest call. They are computed within the step: nothing waits for
+    them, and no logits are kept.
+
+    Raises:
+        ValueError: the model is not accelerated, or is being recorded already.
+    """
+    session = _session(model, "recorded_logprobs")
+    with session.lock:
+        if session.logprobs is not None:
+            raise ValueError(
+                "torch_paged.recorded_logprobs(model) is in force already; use the object of the "
+                "outer block"
+            )
+        record = session.logprobs = TokenLogprobs()
+    try:
+        yield record
+    finally:
+        current = find_session(unwrap(model))
+        if current is not None:
+            current.logprobs = None
 
 
 def is_accelerated(model: nn.Module) -> bool:

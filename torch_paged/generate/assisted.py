@@ -23,8 +23,7 @@ from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
 from torch_paged.generate.session import Session
-from torch_paged.patches import seams
-from torch_paged.patches.draft_seams import drafts_from_hidden_states
+from torch_paged.patches import draft_seams, seams
 from torch_paged.report import CallReport
 
 
@@ -146,6 +145,7 @@ def assisted_decoding(
             return fall_back(session, reasons, lambda: run_method(self, model_kwargs))
         why = ("candidates are verified between the steps",)
         session.last_call = CallReport(session.decide_tier(), "stepped", why)
+        session.miss_logprobs("assisted decoding does not record them")
         return _run(self, session, call, run_method)
 
 
@@ -159,7 +159,7 @@ def _draft_reasons(call: Call, assistant: Any) -> list[str]:
         return ["assisted decoding behind a cache that was passed in"]
     if config.assistant_early_exit is not None:
         return ["assistant_early_exit changes the model between its steps"]
-    if drafts_from_hidden_states(config, assistant):
+    if draft_seams.drafts_from_hidden_states(config, assistant):
         return ["candidates are drafted from the model's hidden states"]
     return []
 
@@ -170,7 +170,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
     config, kwargs = call.generation_config, dict(call.model_kwargs)
     prompts, columns = pack(step.device, call.input_ids, kwargs, config)
     cache, width = seams.call_cache(kwargs), call.input_ids.shape[1]
-    seams.record_past(cache)
+    draft_seams.record_past(cache)
     keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)
     with (
         one_kind_of_error(),
@@ -186,7 +186,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
         core.counters.tokens += num_steps
         if keeps != "nothing":
             fill_cache(cache, run, columns, num_steps, step)
-            seams.forget_past(cache)
+            draft_seams.forget_past(cache)
         if config.return_dict_in_generate:
             seams.replace_output_cache(output, cache)
     return output

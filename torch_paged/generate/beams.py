@@ -89,6 +89,7 @@ def beam_search(
             return fall_back(session, reasons, original)
         why = ("beams are compared between the steps",)
         session.last_call = CallReport(session.decide_tier(), "stepped", why)
+        session.miss_logprobs("beam search reports its own scores")
         return _run(self, session, call)
 
 

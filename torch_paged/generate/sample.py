@@ -11,8 +11,15 @@ from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
+from torch_paged.engine.sampler import Sampler
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
+from torch_paged.generate.logprobs import (
+    RecordingSampler,
+    TokenLogprobs,
+    WatchedProcessors,
+    take_recording_sampler,
+)
 from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
@@ -121,18 +128,13 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     with one_kind_of_error(), batch as run:
         logits = run.prefill()
         if decision.loop == "stepped":
-            sequences, num_steps, extras = _stepped(run, logits, call, decision)
+            sequences, num_steps, extras = _stepped(run, logits, call, decision, session.logprobs)
         else:
             deliver = None if call.streamer is None else call.streamer.put
-            sampler = make_sampler(
-                session.samplers,
-                call.logits_processor,
-                call.input_ids,
-                run,
-                call.input_ids.shape[1] + (decision.max_new_tokens or 0),
-                do_sample=config.do_sample,
-            )
+            sampler = _make_sampler(session, call, decision, run)
             num_steps = run.run(logits, sampler, deliver)
+            if isinstance(sampler, RecordingSampler) and session.logprobs is not None:
+                session.logprobs.take(sampler.values(num_steps))
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
         if call.streamer is not None:
             call.streamer.end()
@@ -143,11 +145,24 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)
 
 
+def _make_sampler(session: Session, call: Call, decision: Decision, run: BatchRun) -> Sampler:
+    config, ids, limit = call.generation_config, call.input_ids, decision.max_new_tokens or 0
+    shelf, processors = session.samplers, call.logits_processor
+    if session.logprobs is not None:
+        return take_recording_sampler(
+            shelf, processors, ids, run, limit, do_sample=config.do_sample
+        )
+    width = ids.shape[1] + limit
+    return make_sampler(shelf, processors, ids, run, width, do_sample=config.do_sample)
+
+
 def _stepped(
-    run: BatchRun, logits: Tensor, call: Call, decision: Decision
+    run: BatchRun, logits: Tensor, call: Call, decision: Decision, logprobs: TokenLogprobs | None
 ) -> tuple[Tensor, int, dict[str, Any]]:
     """Transformers' own loop around our forward: what chooses and stops runs between steps."""
     config, input_ids = call.generation_config, call.input_ids
+    watch = None if logprobs is None else WatchedProcessors(call.logits_processor)
+    process = call.logits_processor if watch is None else watch
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     all_scores: tuple[Tensor, ...] = ()
@@ -157,12 +172,14 @@ def _stepped(
     num_steps = 0
     while True:
         raw = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = call.logits_processor(input_ids, raw)
+        scores = process(input_ids, raw)
         if keep_scores:
             all_scores += (scores,)
         if keep_logits:
             all_logits += (raw,)
         tokens = choose_tokens(scores, config.do_sample)
+        if watch is not None:
+            watch.note(logits, scores, tokens, unfinished)
         if pads:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
@@ -175,6 +192,8 @@ def _stepped(
         if unfinished.max() == 0:
             break
         logits = run.next_logits()
+    if watch is not None and logprobs is not None:
+        logprobs.take(watch.values())
     extras = {
         "scores": all_scores if keep_scores else None,
         "logits": all_logits if keep_logits else None,

@@ -16,6 +16,7 @@ from torch_paged.config import Config
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
+from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
@@ -59,6 +60,8 @@ class Session:
         self.reasons: list[str] = []
         self.dropout = ""
         self.samplers = SamplerShelf()
+        # Where calls leave their log-probabilities, if anyone wants them.
+        self.logprobs: TokenLogprobs | None = None
         self._model = weakref.ref(model)
         self._last_stream: torch.cuda.Stream | None = None
         self._verified: set[tuple[torch.device, torch.dtype]] = set()
@@ -169,9 +172,15 @@ class Session:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 
+    def miss_logprobs(self, why: str) -> None:
+        """Note that a call leaves no log-probabilities."""
+        if self.logprobs is not None:
+            self.logprobs.miss(why)
+
     def record_fallback(self, reasons: list[str]) -> None:
         """Note a call that Hugging Face's own code serves, and log each reason once."""
         self.last_call = CallReport("eager", None, tuple(reasons))
+        self.miss_logprobs("the call ran Hugging Face's own code: " + "; ".join(reasons))
         for reason in reasons:
             self.fallbacks[reason] += 1
             warn_once(f"generate() runs Hugging Face's own code: {reason}")

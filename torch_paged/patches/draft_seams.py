@@ -38,6 +38,17 @@ def drafts_from_hidden_states(config: Any, assistant: Any) -> bool:
     )
 
 
+def record_past(cache: Any) -> None:
+    """Let a cache keep what its windows hide until it is cropped, as assisted decoding does."""
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+
+
+def forget_past(cache: Any) -> None:
+    """Drop what `record_past` kept, as the last crop of assisted decoding does."""
+    cache.crop(0)
+
+
 def replace_drafting(generator: Any, draft: Any) -> None:
     """Let `draft` stand in for the call of `assistant.generate()` of a candidate generator."""
     generator._generate_candidates = draft
@@ -138,10 +149,12 @@ __all__ = [
     "ResolvedCall",
     "confidence_threshold",
     "drafts_from_hidden_states",
+    "forget_past",
     "inferred_padding",
     "look_up_on_host",
     "note_confidences",
     "opt_out",
+    "record_past",
     "replace_drafting",
     "resolve_draft",
     "restore_drafting",

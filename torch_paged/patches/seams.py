@@ -68,6 +68,17 @@ SCORE_WARPERS: dict[type, tuple[str, ...]] = {
     logits_process.LogitNormalization: (),
 }
 
+# Those that leave unlikely tokens out.
+SCORE_FILTERS = (
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.TopHLogitsWarper,
+)
+
 DecodingMethod = Callable[..., Any]
 
 
@@ -314,17 +325,6 @@ def replace_output_cache(output: Any, cache: Any) -> None:
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     """Return the name under which this call has its cache, or None."""
     return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
-
-
-def record_past(cache: Any) -> None:
-    """Let a cache keep what its windows hide until it is cropped, as assisted decoding does."""
-    if hasattr(cache, "activate_past_recording"):
-        cache.activate_past_recording()
-
-
-def forget_past(cache: Any) -> None:
-    """Drop what `record_past` kept, as the last crop of assisted decoding does."""
-    cache.crop(0)
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
