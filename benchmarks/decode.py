@@ -61,13 +61,14 @@ def measure(
 
 def step_bytes(model: Any, batch: int, prompt: int, new: int) -> int:
     """Return the bytes that a decode step must read, at the mean context of a measurement."""
-    return shapes.weight_bytes(model) + shapes.kv_bytes(model, batch, prompt + new // 2)
+    return shapes.weight_bytes(model, batch) + shapes.kv_bytes(model, batch, prompt + new // 2)
 
 
 def main() -> None:
     """Measure the shapes and batches asked for and print a table; JSON to --json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=shapes.NAMES)
+    names = (*shapes.NAMES, *shapes.MIXTURES)
+    parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=names)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -14,7 +21,10 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 def config(name: str) -> PretrainedConfig:
-    """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2), "8b" (Llama-3.1) or "tiny"."""
+    """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2), "8b" (Llama-3.1) or "tiny".
+
+    Mixtures of experts: "8x1b" (Mixtral's form over Llama-3.2-1B) and "gpt-oss-20b".
+    """
     if name == "0.6b":
         return Qwen3Config(
             hidden_size=1024,
@@ -45,6 +55,18 @@ def config(name: str) -> PretrainedConfig:
             tie_word_embeddings=True,
             **common,
         )
+    if name == "8x1b":
+        return MixtralConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            head_dim=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            **common,
+        )
+    if name == "gpt-oss-20b":
+        return GptOssConfig(num_hidden_layers=24, num_local_experts=32)
     if name == "8b":
         return LlamaConfig(
             hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **common
@@ -64,10 +86,11 @@ def config(name: str) -> PretrainedConfig:
                 "initializer_range": 0.3,
             },
         )
-    raise ValueError(f'name must be "0.6b", "1b", "8b" or "tiny", got {name!r}')
+    raise ValueError(f"name must be one of {', '.join((*NAMES, *MIXTURES, TINY))}, got {name!r}")
 
 
 NAMES = ("0.6b", "1b", "8b")
+MIXTURES = ("8x1b", "gpt-oss-20b")
 # No model that anyone runs: the same code on a CPU, in seconds.
 TINY = "tiny"
 
@@ -91,7 +114,8 @@ def build(
         with torch.device(device):
             shape = config(name)
             shape.update(dict(fields or {}))
-            model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
+            attention = "eager" if name == "gpt-oss-20b" else "sdpa"  # which has no sinks
+            model = AutoModelForCausalLM.from_config(shape, attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     model.generation_config.eos_token_id = None
@@ -99,11 +123,18 @@ def build(
     return model.eval()
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes that one decode step must read: all weights, the embedding only where it is tied."""
-    total = sum(p.nbytes for p in model.parameters())
+def weight_bytes(model: Any, num_rows: int = 1) -> int:
+    """Bytes that one decode step must read: all weights, the embedding only where it is tied.
+
+    Of experts, those that `num_rows` tokens take on average if all are equally likely.
+    """
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(p.nbytes for p in model.parameters()) - experts
     if not model.config.tie_word_embeddings:
         total -= model.get_input_embeddings().weight.nbytes
+    if experts:
+        taken = model.config.num_experts_per_tok / model.config.num_local_experts
+        total += round(experts * (1 - (1 - taken) ** num_rows))
     return total
 
 

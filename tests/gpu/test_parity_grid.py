@@ -39,7 +39,7 @@ WINDOW = 100  # longer than a short prompt with its steps
 
 
 def make_config(head_dim: int, group: int, kind: str) -> PretrainedConfig:
-    """Return a config whose tier is fused, but for that of sinks, which is patched."""
+    """Return a config whose tier is fused."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 336,  # a multiple of each number of heads
@@ -98,9 +98,9 @@ def short_then_long(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return ids, got
 
 
-def accelerate(model: PreTrainedModel, kind: str) -> None:
+def accelerate(model: PreTrainedModel) -> None:
     torch_paged.accelerate(model, on_unsupported="raise")
-    assert torch_paged.explain(model).tier == ("patched" if kind == "sinks" else "fused")
+    assert torch_paged.explain(model).tier == "fused"
 
 
 @pytest.mark.parametrize(("head_dim", "group", "kind"), GRID)
@@ -109,7 +109,7 @@ def test_bf16_error_stays_within_that_of_hugging_face(
 ) -> None:
     low = make_model(head_dim, group, kind, torch.bfloat16)
     full = copy.deepcopy(low).float()
-    accelerate(low, kind)
+    accelerate(low)
     ids, got = short_then_long(low)
     exact = hf_logits(full, ids, LONG)
     theirs, ours = hf_logits(low, ids, LONG) - exact, got - exact
@@ -122,7 +122,7 @@ def test_bf16_error_stays_within_that_of_hugging_face(
 @pytest.mark.parametrize(("head_dim", "group", "kind"), GRID[1::5])
 def test_float32_logits_equal_hugging_face(head_dim: int, group: int, kind: str) -> None:
     model = make_model(head_dim, group, kind, torch.float32)
-    accelerate(model, kind)
+    accelerate(model)
     ids, got = short_then_long(model)
     expected = hf_logits(model, ids, LONG)
     assert (got - expected).abs().max() <= 1e-4 * expected.std()

@@ -157,7 +157,7 @@ def assert_grouped_experts_replay(model: PreTrainedModel) -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("model_type", [*NOT_CAPTURED, "qwen3_moe"])
+@pytest.mark.parametrize("model_type", [*NOT_CAPTURED, "phimoe"])
 def test_a_type_that_reads_its_data_back_still_answers(model_type: str) -> None:
     """Among them float32 experts as they come, in grouped products."""
     model = zoo.tiny_model(model_type).to(DEVICE)

@@ -175,6 +175,19 @@ def test_experts_whose_forward_is_replaced_later_are_called_from_then_on() -> No
     assert torch.equal(after, generate(model))
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_hooks_of_hugging_face_itself_change_nothing(model_type: str) -> None:
+    model = zoo.tiny_model(model_type)
+    expected = generate(model)
+    torch_paged.accelerate(model, on_unsupported="raise")
+    model(prompts()[0], output_router_logits=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert torch.equal(generate(model), expected)
+    report = torch_paged.explain(model)
+    assert report.last_call.path == "fused"
+    assert {row.kind for row in report.slots} == {"fused"}
+
+
 def test_a_replaced_forward_of_attention_with_sinks_is_not_bypassed() -> None:
     model = zoo.tiny_model("gpt_oss")
     attention = model.model.layers[0].self_attn

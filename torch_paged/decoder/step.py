@@ -16,9 +16,9 @@ from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
-from torch_paged.decoder.slots import SlotKind, plain_slot
+from torch_paged.decoder.slots import Slot, SlotKind, plain_slot
 from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, LinearSpec, MlpSpec
-from torch_paged.decoder.watch import ModuleWatch, spec_modules
+from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
 from torch_paged.log import debug_once
 from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
 
@@ -242,8 +242,10 @@ class DecoderStep:
     def slot_rows(self) -> Sequence[SlotRow]:
         """Describe every module of the plan for the report."""
         rows = []
+        read = never_called(self.spec)
         for ref in spec_modules(self.spec):
             linear = isinstance(ref.module, nn.Linear) or hasattr(ref.module, "base_layer")
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
+            slot = Slot("fused") if id(ref.module) in read else slot
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows

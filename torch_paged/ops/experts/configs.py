@@ -1,4 +1,4 @@
-"""Launch configurations of `experts`: their kinds and the rules that choose them."""
+"""Launch configurations of `experts`: their kinds, the measured table, the rules."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from torch_paged.ops.experts.table import TABLE, Shape
 from torch_paged.ops.triton_compat import triton
 
 # Up to this many tokens a step is bound by reading weights, past it by arithmetic.
 MAX_DECODE_TOKENS = 128
+
+# What is measured at a number of tokens serves down to the bucket before it.
+TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class GemvConfig(NamedTuple):
@@ -72,7 +76,28 @@ def choose_config(key: tuple[int, int], problem: Problem, dtype: torch.dtype) ->
         key: capability (major * 10 + minor) and multiprocessors of the device.
     """
     # Triton multiplies 16-bit tiles without tensor cores before Ampere.
-    return _choose(key[1], problem, dtype == torch.float32 or 0 < key[0] < 80)
+    wide = dtype == torch.float32 or 0 < key[0] < 80
+    measured = None if wide else _measured(key, problem)
+    return measured or _choose(key[1], problem, wide)
+
+
+def table_shape(problem: Problem) -> Shape | None:
+    """Return the table's key for a problem, or None for one that it does not hold."""
+    if problem.num_tokens > TOKEN_BUCKETS[-1] or problem.gate_up_k != problem.down_k:
+        return None
+    bucket = next(bucket for bucket in TOKEN_BUCKETS if problem.num_tokens <= bucket)
+    _, top_k, num_experts, hidden, inner, k_first, _ = problem
+    return bucket, top_k, num_experts, hidden, inner, k_first
+
+
+@functools.cache
+def _measured(key: tuple[int, int], problem: Problem) -> ExpertsConfig | None:
+    shape = table_shape(problem)
+    entry = None if shape is None else TABLE.get(key, {}).get(shape)
+    if entry is None:
+        return None
+    kind = TileConfig if entry[0] else GemvConfig
+    return ExpertsConfig(entry[0], kind(*entry[1]), kind(*entry[2]))
 
 
 @functools.cache
