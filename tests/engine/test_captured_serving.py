@@ -52,7 +52,7 @@ def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
     keys = {key[0] for key in graphs.code if isinstance(key, tuple)}
     assert keys >= {"serve", "serve prefill"} and graphs.num_replays > 40
     prompts = {key for key in graphs.code if key[0] == "serve prefill"}
-    assert any(key[2] for key in prompts) and any(not key[2] for key in prompts)
+    assert any(key[3] for key in prompts) and any(not key[3] for key in prompts)
 
 
 KINDS = ["a decode step", "a prefill"]
@@ -105,5 +105,5 @@ def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
                 assert (top is None) == (other is None)
                 values = [value for _, value in top or ()]
                 assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
-    keys = {key[2] for key in graphs.code if key[0] == "serve"}
+    keys = {key[3] for key in graphs.code if key[0] == "serve"}
     assert {key[4] for key in keys} >= {5, 20} and graphs.num_replays > 20
