@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import torch_paged
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart.py"
 sys.path.append(str(SCRIPT.parent))
@@ -221,13 +223,36 @@ def test_sides_take_turns_on_the_same_prompts(script: ModuleType, num_turns: int
 
 
 def test_speed_up_is_that_of_the_turns(script: ModuleType) -> None:
-    nan = float("nan")
     turns = {
         "Hugging Face": [script.Turn(30.0, 20.0, 5.0), script.Turn(60.0, 60.0, 2.0)],
-        "torch_paged": [script.Turn(10.0, 10.0, 10.0), script.Turn(60.0, nan, 6.0)],
+        "torch_paged": [script.Turn(10.0, 10.0, 10.0), script.Turn(60.0, 15.0, 6.0)],
     }
     table = script.speed_table(turns)
     cells = [list(column.cells) for column in table.columns]
-    assert cells[1] == ["45.00", "40.00", "3.50"] and cells[2] == ["35.00", "10.00", "8.00"]
-    assert cells[3] == ["2.00x", "2.00x", "2.50x"]
-    assert cells[4] == ["1.00 - 3.00", "2.00 - 2.00", "2.00 - 3.00"]
+    assert cells[1] == ["45.00", "40.00", "3.50"] and cells[2] == ["35.00", "12.50", "8.00"]
+    assert cells[3] == ["2.00x", "3.00x", "2.50x"]
+    assert cells[4] == ["1.00 - 3.00", "2.00 - 4.00", "2.00 - 3.00"]
+
+
+def test_timed_calls_run_to_their_length(script: ModuleType, tiny_model: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    ids = torch.arange(5, 45).view(2, 20)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    ended, _ = script.call(model, inputs, 2)
+    # Every row would end with the first token.
+    model.generation_config.eos_token_id = sorted({row[0] for row in ended})
+    assert [len(row) for row in script.call(model, inputs, 9)[0]] == [1, 1]
+    lengths = []
+    call = script.call
+
+    def recording(model: object, prompts: dict[str, torch.Tensor], num_tokens: int) -> object:
+        prompts = inputs  # that end at once, unlike what is shuffled
+        rows, seconds = call(model, prompts, num_tokens)
+        lengths.append((num_tokens, *map(len, rows)))
+        return rows, seconds
+
+    with torch_paged.accelerated(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "call", recording)
+        options = SimpleNamespace(max_new_tokens=9, turns=1)
+        script.take_turns(model, inputs, options, lambda: None)
+    assert lengths == [(1, 1, 1), (9, 9, 9)] * 2
