@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -156,9 +157,9 @@ def _compile(jobs: Sequence[tuple[Mixture, int, ExpertsConfig]]) -> None:
     for mixture, num_tokens, config in jobs:
         x = torch.zeros(num_tokens, mixture.hidden, dtype=BF16, device=DEVICE)
         try:
-            routing = mixture.routing(num_tokens, num_experts=2)
+            routing, layer = mixture.routing(num_tokens), mixture.layer(alike=True)
             options = mixture.options() | {"residual": x}
-            _launch_experts(x, *routing, *mixture.layer(2), **options, config=config)
+            _launch_experts(x, *routing, *layer, **options, config=config)
             torch.cuda.synchronize()
         except Exception:
             pass  # reported when timed
@@ -166,13 +167,15 @@ def _compile(jobs: Sequence[tuple[Mixture, int, ExpertsConfig]]) -> None:
 
 def compile_all(names: Sequence[str], token_counts: Sequence[int]) -> int:
     """Compile the kernels of all candidates on all cores."""
-    jobs = [
-        (MIXTURES[name], num_tokens, config)
-        for name in names
-        for num_tokens in token_counts
-        for part in ("gate_up", "down")
-        for config in candidates(MIXTURES[name], num_tokens, part)
-    ]
+    kinds = {}
+    for name, num_tokens in itertools.product(names, token_counts):
+        mixture = MIXTURES[name]
+        # Between numbers of tokens little else than the values of arguments differs.
+        streamed = num_tokens * mixture.top_k <= mixture.num_experts * 16
+        for part in ("gate_up", "down"):
+            for config in candidates(mixture, num_tokens, part):
+                kinds[name, config, streamed] = (mixture, num_tokens, config)
+    jobs = list(kinds.values())
     workers = min(os.cpu_count() or 1, 16, len(jobs))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:

@@ -47,9 +47,12 @@ class Mixture(NamedTuple):
         clamps = {"alpha": 1.702, "limit": 7.0}
         return {"activation": CLAMPED_SWIGLU, "interleaved": True, **clamps}
 
-    def layer(self, num_experts: int | None = None) -> list[Tensor]:
-        """Return gate_up and down, and their biases where there are any, made anew."""
-        device, count = default_device(), num_experts or self.num_experts
+    def layer(self, *, alike: bool = False) -> list[Tensor]:
+        """Return gate_up and down, and their biases where there are any, made anew.
+
+        `alike`: all experts share the memory of one, to compile for.
+        """
+        device, count = default_device(), 1 if alike else self.num_experts
         shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
         made = []
         for shape in shapes:
@@ -58,14 +61,13 @@ class Mixture(NamedTuple):
             made.append(weight.transpose(1, 2) if self.gpt_oss else weight)
         if self.gpt_oss:
             made += [torch.randn(s[:2], dtype=BF16, device=device) for s in shapes]
-        return made
+        return [tensor.expand(self.num_experts, *tensor.shape[1:]) for tensor in made]
 
-    def routing(self, num_tokens: int, num_experts: int | None = None) -> tuple[Tensor, Tensor]:
+    def routing(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return ids, uniformly random and none twice for a token, and equal weights."""
-        device, count = default_device(), num_experts or self.num_experts
-        noise = torch.rand(num_tokens, max(count, self.top_k), device=device)
-        ids = (noise.argsort(-1)[:, : self.top_k] % count).int().contiguous()
-        return ids, torch.full(ids.shape, 1 / self.top_k, dtype=BF16, device=device)
+        noise = torch.rand(num_tokens, self.num_experts, device=default_device())
+        ids = noise.argsort(-1)[:, : self.top_k].int().contiguous()
+        return ids, torch.full(ids.shape, 1 / self.top_k, dtype=BF16, device=ids.device)
 
 
 MIXTURES = {
@@ -103,13 +105,13 @@ def _other_kind(mixture: Mixture, tokens: int) -> ExpertsConfig:
 def _gemvs(mixture: Mixture, num_tokens: int, part: str) -> list[GemvConfig]:
     streams, k = (2, mixture.hidden) if part == "gate_up" else (1, mixture.inner)
     found = []
-    for warps, load, registers in itertools.product((2, 4, 8), (2, 4, 8), (96, 128, 168)):
+    for warps, (load, registers) in itertools.product((2, 4, 8), ((2, 128), (4, 128), (4, 168))):
         if mixture.gpt_oss:
             shapes = [(f // streams, warps * 32 * 8 * load // f) for f in (32, 64, 128)]
         else:
             shapes = [(load // streams, warps * 256)]
         for rows, block_k in shapes:
-            if rows < 1 or not 8 <= block_k <= 2 * k or registers < 24 * load:
+            if rows < 1 or not 8 <= block_k <= 2 * k:
                 continue
             for splits in (1,) if part == "gate_up" else (1, 2, 4):
                 if splits == 1 or k // (splits * block_k) >= 2:

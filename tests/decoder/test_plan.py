@@ -1,5 +1,7 @@
 """Lowering and fusion: what the printed plan says, and that every form computes the same."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -159,6 +161,27 @@ def test_between_few_and_many_rows_each_layer_is_fused_where_that_pays():
     assert not any(i.norm or i.residual for i in linears if not i.gated)
     hidden = spec.embedding.module.weight.shape[1]
     assert ((2 * inner, hidden), True) in asked and ((hidden, inner), False) in asked
+
+
+@pytest.mark.parametrize("fuse_linears", [False, True], ids=["generic", "fused"])
+def test_norms_that_are_kept_in_float32_stay_in_the_plan(fuse_linears):
+    torch.manual_seed(0)
+    everyone = {"num_local_experts": 4, "num_experts_per_tok": 4}
+    config = GptOssConfig(**_DIMS, **_BOTH, **everyone, head_dim=16)
+    exact = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    low = copy.deepcopy(exact).to(torch.bfloat16)
+    for name, module in low.named_modules():
+        if "norm" in name:
+            module.float()
+    ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = exact(ids).logits[:, 14:-1]
+        theirs = low(ids).logits[:, 14:-1].float() - expected
+    spec = read_spec(low)
+    plan = fuse(lower(spec, "decode"), FusionProfile(always if fuse_linears else None))
+    assert ("rms_norm+linear[model.layers.1.self_attn.q_proj" in str(plan)) == fuse_linears
+    ours = run_steps(low, spec, ids, 15, fuse_linears=fuse_linears).float() - expected
+    assert ours.pow(2).mean().sqrt() <= 1.25 * theirs.pow(2).mean().sqrt()
 
 
 def test_experts_add_the_residual_and_the_shared_expert():
