@@ -172,6 +172,7 @@ class Settings:
     repeats: int = 3
     scale: float = 1.0
     response: bool = True
+    max_num_batched_tokens: int = 8192
 
 
 def measure(model: Any, settings: Settings) -> dict[str, Any]:
@@ -179,7 +180,10 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
     vocab, scale = model.config.vocab_size, settings.scale
     result: dict[str, Any] = {}
     with torch_paged.Engine(
-        model, max_num_seqs=max(settings.max_num_seqs, *settings.streams), on_unsupported="raise"
+        model,
+        max_num_seqs=max(settings.max_num_seqs, *settings.streams),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        on_unsupported="raise",
     ) as engine:
         check(engine, model, ragged_work(8, SEED + 1, vocab, scale))
         result["kv_use"] = kv_use(engine, ragged_work(settings.requests, SEED, vocab, scale))
@@ -213,6 +217,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
+    parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--apart", action="store_true", help="prompts in forwards of their own")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
@@ -223,6 +228,7 @@ def main() -> None:
         max_num_seqs=args.max_num_seqs,
         repeats=args.repeats,
         scale=args.scale,
+        max_num_batched_tokens=args.budget,
     )
     rows: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

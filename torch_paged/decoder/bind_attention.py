@@ -127,6 +127,19 @@ def _rotation(
     return (None, None) if tables is None else (values[tables[0]], values[tables[1]])
 
 
+def _decode_in_front(
+    attend: _Attend, heads: Heads, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None
+) -> Tensor | None:
+    """Attend from the first tokens of a packing, which are of decoding rows, if there are any."""
+    if slots is None:
+        return None
+    count = slots.shape[0]
+    query, key, value = (part[:count] for part in heads)
+    if cos is not None and sin is not None:
+        cos, sin = cos[:count], sin[:count]
+    return attend((query, key, value), cos, sin, slots)
+
+
 def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
     """Attention of the rows of a decode step."""
     spec, target, tables = ins.spec, ins.target, ins.tables
@@ -163,23 +176,12 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             return None
         return whole_prompt_attention(query, key, value, spec.scale)
 
-    def decode_first(
-        parts: Heads, cos: Tensor | None, sin: Tensor | None, inputs: StepInputs
-    ) -> Tensor | None:
-        if inputs.decoding is None:
-            return None
-        count = inputs.decoding.shape[0]
-        query, key, value = (part[:count] for part in parts)
-        if cos is not None and sin is not None:
-            cos, sin = cos[:count], sin[:count]
-        return attend((query, key, value), cos, sin, inputs.decoding)
-
     def call(values: Values, inputs: StepInputs) -> None:
         assert inputs.slot_mappings and inputs.cu_seqlens is not None
         query, key, value = heads(values)
         cos, sin = _rotation(tables, values)
         # Before the next op rotates all queries and keys in place, theirs for nothing.
-        decoded = decode_first((query, key, value), cos, sin, inputs)
+        decoded = _decode_in_front(attend, (query, key, value), cos, sin, inputs.decoding)
         rotary_cache_write(
             query,
             key,

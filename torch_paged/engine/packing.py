@@ -54,34 +54,19 @@ def pack_chunks(
             their logits computed too, for what these say of the prompt token that follows; ()
             for none.
     """
-    slots = [chunk.request.slot for chunk in chunks]
-    starts = [chunk.start for chunk in chunks]
-    lengths = [chunk.length for chunk in chunks]
-    count = len(decoding)
-    # Decoding rows are a row without a slot for the attention of prompts.
-    hole, origin = ([-1], [0]) if count else ([], [])
-    bounds = [*accumulate(lengths, initial=count)]
-    sampled = [*decoding, *(c.request.slot if c.is_last else -1 for c in chunks)]
-    last = [c.start + c.length - 1 for c in chunks if c.is_last]
-    more, targets = _scored(chunks, bounds, scored)
-    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
-    parts = (hole + slots, starts, origin + bounds, wanted, sampled, last, targets)
-    pieces = [(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+    count, num_holes = len(decoding), int(len(decoding) > 0)
+    pieces = [(0, chunk.start, chunk.length) for chunk in chunks]
+    per_row = _per_row(chunks, scored, decoding)
     index = token_indices(pieces)
     held = [chunk.request.blocks for chunk in chunks]
     per_token = [_token_ids(chunks), index]
-    per_token += [
-        slot_mapping(pieces, held, table, block_size, index) for table in range(num_tables)
-    ]
-    blank = torch.full((count,), -1)
-    packed = to_device(
-        torch.cat(
-            [torch.tensor([value for part in parts for value in part])]
-            + [tensor for values in per_token for tensor in (blank, values)]
-        ),
-        device,
-    )
-    sizes = [*(len(part) for part in parts), *[bounds[-1]] * len(per_token)]
+    for table in range(num_tables):
+        per_token.append(slot_mapping(pieces, held, table, block_size, index))
+    parts = [torch.tensor([value for part in per_row for value in part])]
+    for values in per_token:
+        parts += [torch.full((count,), -1), values]
+    packed = to_device(torch.cat(parts), device)
+    sizes = [len(part) for part in per_row] + [count + len(index)] * len(per_token)
     rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
         sizes
     )
@@ -94,11 +79,34 @@ def pack_chunks(
         cu_seqlens=cu_seqlens.to(torch.int32),
         slot_mappings=tuple(mappings),
         last_index=last_index,
-        max_query_len=max(lengths),
-        lengths=tuple(lengths),
+        max_query_len=max(chunk.length for chunk in chunks),
+        lengths=tuple(chunk.length for chunk in chunks),
         decoding=ends[:count] if count else None,
     )
-    return PackedChunks(inputs, prefix, rows[len(hole) :], ends, last_positions, following)
+    return PackedChunks(inputs, prefix, rows[num_holes:], ends, last_positions, following)
+
+
+def _per_row(
+    chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]], decoding: Sequence[int]
+) -> tuple[list[int], ...]:
+    """Return what has an entry a row: slots and all that `pack_chunks` splits off behind them."""
+    count = len(decoding)
+    # Decoding rows are a row without a slot for the attention of prompts.
+    hole, origin = ([-1], [0]) if count else ([], [])
+    slots = [_slot(chunk) for chunk in chunks]
+    starts = [chunk.start for chunk in chunks]
+    bounds = [*accumulate((chunk.length for chunk in chunks), initial=count)]
+    sampled = [slot if c.is_last else -1 for c, slot in zip(chunks, slots, strict=True)]
+    last = [c.start + c.length - 1 for c in chunks if c.is_last]
+    more, targets = _scored(chunks, bounds, scored)
+    wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
+    return hole + slots, starts, origin + bounds, wanted, [*decoding, *sampled], last, targets
+
+
+def _slot(chunk: PrefillChunk) -> int:
+    slot = chunk.request.slot
+    assert slot is not None, "a request is prefilled in a slot"
+    return slot
 
 
 def _scored(
