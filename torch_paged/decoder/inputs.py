@@ -24,6 +24,8 @@ class StepInputs:
         last_index: int64 index of each row's last token in the packing, [num_rows], and behind
             these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
+        spans: [num_tokens] int32 lengths that rotary frequencies depend on; for models where they
+            do.
     """
 
     slots: Tensor
@@ -34,6 +36,7 @@ class StepInputs:
     slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
+    spans: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

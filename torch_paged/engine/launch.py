@@ -83,7 +83,9 @@ class StepLauncher:
     def _prefill(self, chunks: Sequence[PrefillChunk], scored: Sequence[int]) -> None:
         core = self._core
         size, num_tables = core.config.block_size, core.layout.num_tables
-        packed = pack_chunks(chunks, size, num_tables, core.device, scored)
+        packed = pack_chunks(
+            chunks, size, num_tables, core.device, scored, has_spans=core.step.has_spans
+        )
         score = score_chunks(chunks, scored, packed.targets) if any(scored) else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         state = core.state
@@ -95,7 +97,10 @@ class StepLauncher:
 
         def start_rows() -> None:
             # Attention needed the length of the prefix where the row's own length goes.
-            state.start_rows([_row_start(request) for request in ending], packed.last_positions)
+            # Each row has frequencies as if it were alone.
+            leads = 0 if core.step.has_spans else None
+            rows = [_row_start(request) for request in ending]
+            state.start_rows(rows, packed.last_positions, leads)
 
         core.sampling.start_rows([_sampling_start(request) for request in ending])
         needs: Counter[str] = Counter()

@@ -42,6 +42,8 @@ def pack_chunks(
     num_tables: int,
     device: torch.device,
     num_scored: Sequence[int] = (),
+    *,
+    has_spans: bool = False,
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
 
@@ -49,6 +51,8 @@ def pack_chunks(
         num_tables: block tables of the layers.
         num_scored: for each chunk, how many of its first tokens are scored, that is, have their
             logits computed too, for what these say of the prompt token that follows; () for none.
+        has_spans: the model's keys depend on lengths. A request is as long as if it were alone:
+            its prompt is computed in one go, each later token on its own.
     """
     slots = [chunk.request.slot for chunk in chunks]
     starts = [chunk.start for chunk in chunks]
@@ -67,12 +71,17 @@ def pack_chunks(
     )
     ids = torch.cat([_token_ids(*chunk[:3]) for chunk in chunks])
     mappings = [_slot_mapping(chunks, table, block_size) for table in range(num_tables)]
+    if has_spans:
+        prompts = [chunk.request.num_prompt_tokens for chunk in chunks]
+        least = torch.tensor(prompts).repeat_interleave(torch.tensor(lengths))
+        mappings.append(torch.maximum(positions + 1, least))
     packed = to_device(torch.cat([per_chunk, ids, positions, *mappings]), device)
     sizes = [rows, rows, rows + 1, rows + len(scored), rows, len(last), len(targets)]
     index, prefix, cu_seqlens, wanted, ends, last_positions, following, *per_token = packed.split(
-        [*sizes, *[tokens] * (2 + num_tables)]
+        [*sizes, *[tokens] * (2 + len(mappings))]
     )
     ids, positions, *mappings = per_token
+    spans = mappings.pop().to(torch.int32) if has_spans else None
     inputs = StepInputs(
         slots=index.to(torch.int32),
         ids=ids,
@@ -81,6 +90,7 @@ def pack_chunks(
         slot_mappings=tuple(mappings),
         last_index=wanted,
         max_query_len=max(lengths),
+        spans=spans,
     )
     return PackedChunks(inputs, prefix, index, ends.to(torch.int32), last_positions, following)
 

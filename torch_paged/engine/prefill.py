@@ -110,7 +110,9 @@ class CapturedPrefill:
             return None
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
-            self._static[size] = _static_inputs(*size, num_tables, self._device)
+            self._static[size] = _static_inputs(
+                *size, num_tables, self._device, inputs.spans is not None
+            )
             with torch.inference_mode(False):
                 self._sampled[size] = torch.full(
                     (size[1],), -1, dtype=torch.int32, device=self._device
@@ -126,7 +128,7 @@ class CapturedPrefill:
 
 
 def _static_inputs(
-    num_tokens: int, num_rows: int, num_tables: int, device: torch.device
+    num_tokens: int, num_rows: int, num_tables: int, device: torch.device, has_spans: bool
 ) -> StepInputs:
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -140,6 +142,7 @@ def _static_inputs(
             slot_mappings=tuple(zeros(num_tokens, torch.int64) for _ in range(num_tables)),
             last_index=zeros(num_rows, torch.int64),
             max_query_len=num_tokens,
+            spans=zeros(num_tokens, torch.int32) if has_spans else None,
         )
 
 
@@ -151,6 +154,8 @@ def _load(static: StepInputs, inputs: StepInputs) -> None:
     _put(static.positions, inputs.positions, 0)
     for mapping, new_mapping in zip(static.slot_mappings, inputs.slot_mappings, strict=True):
         _put(mapping, new_mapping, -1)
+    if static.spans is not None:
+        _put(static.spans, inputs.spans, 0)
     _put(static.slots, inputs.slots, -1)
     _put(static.last_index, inputs.last_index, 0)
     assert static.cu_seqlens is not None

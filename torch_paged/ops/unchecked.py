@@ -17,6 +17,7 @@ for _name in (
     "lora_shrink",
     "paged_attention",
     "rms_norm",
+    "rotary_by_span",
     "rotary_cache_write",
     "rotary_table",
 ):
@@ -31,5 +32,6 @@ glu = registered("glu")
 lora_shrink = registered("lora_shrink")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
+rotary_by_span = registered("rotary_by_span")
 rotary_cache_write = registered("rotary_cache_write")
 rotary_table = registered("rotary_table")

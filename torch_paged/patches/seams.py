@@ -32,6 +32,7 @@ from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -403,6 +404,13 @@ class PassThroughCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         return length, 0
+
+
+def longrope_frequencies(config: Any, limit: int, layer_type: str | None) -> torch.Tensor:
+    """Return the frequencies [rotary_dim / 2] of longrope for sequences longer than `limit`."""
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    frequencies, _ = compute(config, None, seq_len=limit + 1, layer_type=layer_type)
+    return frequencies
 
 
 def checkpoints_activations(model: nn.Module) -> bool:
