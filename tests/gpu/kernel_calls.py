@@ -39,6 +39,7 @@ from torch_paged.ops.paged_attention.prefill import _launch_paged_prefill_attent
 from torch_paged.ops.penalties import apply_repetition_penalty, apply_suppress_mask, mark_seen
 from torch_paged.ops.record_tokens import record_tokens
 from torch_paged.ops.rms_norm import add_rms_norm, rms_norm
+from torch_paged.ops.rotary_by_span import rotary_by_span
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
 from torch_paged.ops.rotary_table import rotary_table
 from torch_paged.ops.route_experts import SCORINGS, route_experts
@@ -442,6 +443,9 @@ def _elementwise() -> None:
     inv_freq = _randn(20, dtype=torch.float32)
     rotary_table(_ints(0, 100000, 7), _ints(2, -1), inv_freq, scaling=1.5)
     rotary_table(_ints(0, 1, 5, dtype=torch.int64), None, inv_freq)
+    spans = (_ints(2, -1), _ints(0, 3, 9), _ints(90, 0, 0))
+    rotary_by_span(_ints(0, 100000, 7), *spans, inv_freq, limit=64, base=1e4, factor=2.0)
+    rotary_by_span(_ints(0, 70), None, None, _ints(0, 0), inv_freq, inv_freq * 0.5, limit=64)
     copy_blocks(_rows(7, 2 * 16 * 65), *(_ints(*v, dtype=torch.int64) for v in ((0, 6), (5, 1))))
     copy_blocks(_rows(2, 3, extra=0), _ints(0, dtype=torch.int64), _ints(1, dtype=torch.int64))
     for num_words in (1, 4095, 4097):

@@ -1,4 +1,4 @@
-"""Compile targets of glu, embed, rotary_table and copy_blocks."""
+"""Compile targets of glu, embed, the rotary tables and copy_blocks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,27 @@ TARGETS = [
         label="ids",
         types={"ids_ptr": "*i64", "slots_ptr": "*i64", "scale": "fp32"},
         constants={"HAS_SLOTS": False, "BLOCK": 1024},
+    ),
+    *(
+        Target(
+            "rotary_by_span:_rotary_by_span_kernel",
+            label="longrope" if has_long else "dynamic",
+            types={
+                **{f"{name}_ptr": "*i32" for name in ("positions", "slots", "leads", "floors")},
+                **{f"{name}_ptr": "*fp32" for name in ("inv_freq", "long", "cos", "sin")},
+                **dict.fromkeys(("base", "factor", "exponent", "scaling"), "fp32"),
+            },
+            constants={
+                "HAS_SLOTS": True,
+                "HAS_LEADS": True,
+                "HAS_LONG": has_long,
+                "EXACT": True,
+                "BLOCK": 64,
+            },
+            num_warps=1,
+            hot=True,
+        )
+        for has_long in (False, True)
     ),
     Target(
         "rotary_table:_rotary_table_kernel",

@@ -12,6 +12,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torch_paged.patches import seams
 from torch_paged.patches.families import FAMILIES
@@ -184,6 +185,22 @@ def test_hooks_left_by_hidden_states_are_recognised():
     model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
     hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
     assert hooks and all(seams.is_output_capturing_hook(hook) for hook in hooks)
+
+
+def test_longrope_frequencies_are_those_of_a_module_past_its_limit():
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1],
+        "long_factor": [2.0, 3.0],
+        "original_max_position_embeddings": 8,
+        "factor": 4.0,
+    }
+    config = LlamaConfig(head_dim=4, rope_parameters=parameters)
+    module = LlamaRotaryEmbedding(config)
+    module(torch.zeros(1), torch.tensor([[8]]))
+    assert torch.equal(seams.longrope_frequencies(config, 8, None), module.inv_freq)
+    assert not torch.equal(module.original_inv_freq, module.inv_freq)
 
 
 def test_beams_and_assistants_are_decoding_methods_of_their_own():

@@ -32,8 +32,9 @@ from torch_paged.decoder.plan import (
     SelectLast,
 )
 from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
+from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
-from torch_paged.decoder.spec import RotarySpec
+from torch_paged.decoder.spec import RotaryChange
 from torch_paged.ops.unchecked import (
     activation,
     add_rms_norm,
@@ -42,6 +43,7 @@ from torch_paged.ops.unchecked import (
     glu,
     lora_shrink,
     rms_norm,
+    rotary_by_span,
     rotary_table,
 )
 
@@ -171,12 +173,9 @@ def _bind_look_up(ins: Embed, decode: bool, binding: Binding) -> Callable[[StepI
     return own
 
 
-def inverse_frequencies(spec: RotarySpec) -> Tensor:
-    """Return the table [rotary_dim / 2] as float32, as transformers reads it."""
-    return getattr(spec.ref.module, spec.buffer).detach().float()
-
-
 def _bind_rotary(ins: RotaryTable, decode: bool, binding: Binding) -> Call:
+    if ins.spec.change is not None:
+        return _bind_changing_rotary(ins, ins.spec.change, decode, binding)
     inv_freq = inverse_frequencies(ins.spec)
     scaling = ins.spec.scaling
     cos, sin = ins.targets
@@ -192,6 +191,32 @@ def _bind_rotary(ins: RotaryTable, decode: bool, binding: Binding) -> Call:
             values[cos], values[sin] = rotary_table(
                 inputs.positions, None, inv_freq, scaling=scaling
             )
+
+    return call
+
+
+def _bind_changing_rotary(
+    ins: RotaryTable, change: RotaryChange, decode: bool, binding: Binding
+) -> Call:
+    inv_freq = inverse_frequencies(ins.spec)
+    long = long_frequencies(ins.spec, inv_freq)
+    cos, sin = ins.targets
+    state = binding.state
+    named = {
+        "limit": change.limit,
+        "base": change.base,
+        "factor": change.factor,
+        "scaling": ins.spec.scaling,
+    }
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        if decode:
+            rows = (state.positions, inputs.slots, state.rotary_leads, state.rotary_floors)
+            values[cos], values[sin] = rotary_by_span(*rows, inv_freq, long, **named)
+        else:
+            assert inputs.positions is not None and inputs.spans is not None
+            tokens = (inputs.positions, None, None, inputs.spans)
+            values[cos], values[sin] = rotary_by_span(*tokens, inv_freq, long, **named)
 
     return call
 

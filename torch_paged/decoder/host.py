@@ -30,8 +30,10 @@ from torch_paged.decoder.plan import (
     Plan,
     RotaryTable,
 )
+from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
-from torch_paged.decoder.spec import AttentionSpec, NormSpec
+from torch_paged.decoder.spec import AttentionSpec, NormSpec, RotaryChange
+from torch_paged.ops.rotary_by_span import rotary_by_span_reference
 
 # Attention walks the rows one by one; past this many the batched ops are quicker.
 MAX_HOST_ROWS = 8
@@ -154,8 +156,9 @@ class HostStep:
         return call
 
     def _rotary(self, ins: RotaryTable) -> Call:
-        module = ins.spec.ref.module
-        inv_freq = getattr(module, ins.spec.buffer).detach().float()
+        inv_freq = inverse_frequencies(ins.spec)
+        if ins.spec.change is not None:
+            return self._changing_rotary(ins, ins.spec.change, inv_freq)
         scaling = ins.spec.scaling
         half = inv_freq.shape[0]
         cos, sin = (self._buffer(name, half) for name in ins.targets)
@@ -165,6 +168,21 @@ class HostStep:
             angles = positions[:, None] * inv_freq
             torch.mul(angles.cos(), scaling, out=cos.tensor)
             torch.mul(angles.sin(), scaling, out=sin.tensor)
+
+        return call
+
+    def _changing_rotary(self, ins: RotaryTable, change: RotaryChange, inv_freq: Tensor) -> Call:
+        cos, sin = (self._buffer(name, inv_freq.shape[0]) for name in ins.targets)
+        long = long_frequencies(ins.spec, inv_freq)
+        state, scaling = self._binding.state, ins.spec.scaling
+
+        def call() -> None:
+            slots = torch.tensor(self._slots)
+            rows = (state.positions, slots, state.rotary_leads, state.rotary_floors)
+            formula = (change.limit, change.base, change.factor, scaling)
+            tables = rotary_by_span_reference(*rows, inv_freq, long, *formula)
+            cos.tensor.copy_(tables[0])
+            sin.tensor.copy_(tables[1])
 
         return call
 

@@ -30,6 +30,8 @@ class StepInputs:
         decoding: [num_decoding] int32 slots of rows that decode beside the prompts, -1 for
             padding. The packing begins with their last tokens, which `slots` has as a row of slot
             -1, and `last_index` with 0 to num_decoding - 1, in the place of that row.
+        spans: [num_tokens] int32 lengths that rotary frequencies depend on; for models where they
+            do.
     """
 
     slots: Tensor
@@ -43,6 +45,7 @@ class StepInputs:
     lengths: tuple[int, ...] = ()
     whole_prompt: bool = False
     decoding: Tensor | None = None
+    spans: Tensor | None = None
 
 
 def put_decoding(state: SlotState, inputs: StepInputs) -> None:

@@ -62,7 +62,8 @@ class RotaryTable:
         return ()
 
     def __str__(self) -> str:
-        return f"{', '.join(self.targets)} = rotary_table[{self.spec.ref.name}](positions)"
+        op = "rotary_table" if self.spec.change is None else "rotary_by_span"
+        return f"{', '.join(self.targets)} = {op}[{self.spec.ref.name}](positions)"
 
 
 @dataclass(frozen=True, slots=True)

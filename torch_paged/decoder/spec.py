@@ -54,6 +54,27 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryChange:
+    """How the frequencies of a table follow the length of the sequence.
+
+    Attributes:
+        limit: longest length of the frequencies in the table's buffer.
+        live: name of the buffer with the frequencies of the module's last forward.
+        long: frequencies past the limit; empty where dynamic NTK computes them.
+        base, factor: of dynamic NTK.
+        memory: name of the attribute with the longest length since the last short one, for
+            dynamic NTK.
+    """
+
+    limit: int
+    live: str
+    long: tuple[float, ...] = ()
+    base: float = 1.0
+    factor: float = 1.0
+    memory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RotarySpec:
     """One table of rotary angles shared by the layers that name it.
 
@@ -61,11 +82,13 @@ class RotarySpec:
         ref: the module that owns `inv_freq`.
         buffer: the name of the float buffer [rotary_dim / 2] in that module.
         scaling: factor on cos and sin (`attention_scaling` in transformers).
+        change: how the frequencies follow the length, None where they do not.
     """
 
     ref: ModuleRef
     buffer: str
     scaling: float
+    change: RotaryChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +223,8 @@ class DecoderSpec:
         embedding_multiplier: factor on all embeddings, those that the caller passes in too.
         logit_scale: factor on the logits.
         logit_softcap: ``c * tanh(logit / c)`` when above 0.
+        recompute_length: when a sequence grows past this length, generate() computes all of it
+            anew; 0 for never.
     """
 
     family: str
@@ -214,3 +239,4 @@ class DecoderSpec:
     embedding_multiplier: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    recompute_length: int = 0

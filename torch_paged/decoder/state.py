@@ -64,6 +64,10 @@ class SlotState:
                 self.report
             )
             self.positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            # Where rotary frequencies depend on the length: how far the longest row of the batch
+            # is ahead, and the least length to count with.
+            self.rotary_leads = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+            self.rotary_floors = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             # Tokens cached before the chunk of its prompt that a step computes.
             self.prefix_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -102,7 +106,13 @@ class SlotState:
         storages = [t.untyped_storage() for t in tensors]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    def start_rows(self, rows: Sequence[RowStart], positions: Tensor) -> None:
+    def start_rows(
+        self,
+        rows: Sequence[RowStart],
+        positions: Tensor,
+        leads: Tensor | int | None = None,
+        floors: Tensor | int = 0,
+    ) -> None:
         """Reset the slots of `rows` as if their last prompt token had just been fed.
 
         `advance` then counts the first sampled token like any other: it adds one to
@@ -110,6 +120,8 @@ class SlotState:
 
         Args:
             positions: [num_rows] rotary position of each row's last prompt token.
+            leads, floors: [num_rows] or one for all, see the attributes of these names; None
+                where nothing reads them.
         """
         eos = [list(r.eos_ids) + [-1] * (self.num_eos_ids - len(r.eos_ids)) for r in rows]
         slots = [r.slot for r in rows]
@@ -124,6 +136,9 @@ class SlotState:
         index = packed[3]
         self.context_lens[index] = packed[0].to(torch.int32)
         self.positions[index] = positions.to(torch.int32)
+        if leads is not None:
+            for state, value in ((self.rotary_leads, leads), (self.rotary_floors, floors)):
+                state[index] = value if isinstance(value, int) else value.to(torch.int32)
         self.max_new_tokens[index] = packed[1].to(torch.int32)
         self.pad_token[index] = packed[2]
         self.eos_ids[index] = packed[5:].T

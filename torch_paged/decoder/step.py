@@ -16,6 +16,7 @@ from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
+from torch_paged.decoder.rotary import changes_with_length, first_floor, remember
 from torch_paged.decoder.slots import Slot, SlotKind, plain_slot
 from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, LinearSpec, MlpSpec
 from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
@@ -72,6 +73,7 @@ class DecoderStep:
         self._host: dict[int, HostStep | None] = {}
         self._key: tuple[object, ...] = ()
         self._variant = 0
+        self._has_spans = changes_with_length(spec)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,6 +143,24 @@ class DecoderStep:
             self._key, self._variant = key, variant
             self._forget()
         return moved
+
+    @property
+    def has_spans(self) -> bool:
+        """Say whether rotary frequencies depend on the length of the sequence."""
+        return self._has_spans
+
+    def recomputes(self, num_prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Say whether generate() of the model computes such a sequence anew on its way."""
+        limit = self.spec.recompute_length
+        return 0 < limit and num_prompt_tokens <= limit < num_prompt_tokens + max_new_tokens - 1
+
+    def first_floor(self, span: Tensor) -> Tensor:
+        """Return the least length, int64 [], that a batch of prompts up to `span` counts with."""
+        return first_floor(self.spec, span)
+
+    def remember_spans(self, first: Tensor, last: Tensor) -> None:
+        """Leave in the model what forwards over lengths from `first` to `last` leave there."""
+        remember(self.spec, first, last)
 
     @property
     def variant(self) -> int:

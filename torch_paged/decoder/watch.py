@@ -80,6 +80,12 @@ class ModuleWatch:
     def __init__(self, root: nn.Module, spec: DecoderSpec | None) -> None:
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
+        # The model's own calls replace them.
+        changing = [] if spec is None else [r for r in spec.rotaries if r.change is not None]
+        unread: dict[int, list[str]] = {}
+        for rotary in changing:
+            assert rotary.change is not None
+            unread.setdefault(id(rotary.ref.module), []).append(rotary.change.live)
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._child_dicts: list[dict[str, nn.Module | None]] = []
         self._call_dicts: list[dict[str, object]] = []
@@ -95,14 +101,18 @@ class ModuleWatch:
             self._hook_dicts += hook_dicts(parent)
             if id(parent) in owned:
                 stores: tuple[dict[str, Any], ...] = (parent._parameters, parent._buffers)
+                skipped = unread.get(id(parent), ())
                 for store in stores:
-                    self._tensors += [(store, n) for n, t in store.items() if t is not None]
+                    self._tensors += [
+                        (store, n) for n, t in store.items() if t is not None and n not in skipped
+                    ]
         self._constants = [
             (parent.__dict__, name)
             for parent in root.modules()
             if not isinstance(parent, nn.Linear | nn.Embedding)
             for name, value in parent.__dict__.items()
-            if type(value) in (int, float)
+            # What a rotary module of dynamic length remembers is of no consequence here.
+            if type(value) in (int, float) and not name.endswith("max_seq_len_cached")
         ]
         # PEFT's wrappers, which compute something else when adapters are switched.
         self._adapted: list[Any] = [m for m in root.modules() if hasattr(m, "_disable_adapters")]

@@ -85,12 +85,21 @@ class BatchRun:
         self._blocks_until = 0
         self._chunks: list[Tensor] = []
         self._rows: Rows | None = None
+        # Where keys depend on lengths, as Hugging Face takes them of the whole batch: the longest
+        # prompt, int64 []; the least length to count with, likewise; steps kept of those launched.
+        self._first_span: Tensor | None = None
+        self._floor: Tensor | int = 0
+        self._kept: int | None = None
 
     def __enter__(self) -> BatchRun:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._blocks.close()
+        if self._first_span is not None:
+            steps = self._launched if self._kept is None else self._kept
+            last = self._first_span + max(steps - 1, 0)
+            self._core.step.remember_spans(self._first_span, last)
 
     @property
     def rows(self) -> Rows:
@@ -126,6 +135,9 @@ class BatchRun:
         if prompts.cached_kv is not None:
             held = [self._blocks.held[row] for row in first_rows]
             load_kv(core, prompts.cached_kv, self._cached, held)
+        if core.step.has_spans:
+            self._first_span = prompts.positions.max().long() + 1
+            self._floor = core.step.first_floor(self._first_span)
         logits = self._prefill_chunks(first_rows)
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
@@ -140,6 +152,8 @@ class BatchRun:
                 for slot, length in zip(self._blocks.slots, self._lengths, strict=True)
             ],
             last_positions,
+            None if self._first_span is None else self._first_span - 1 - last_positions,
+            self._floor,
         )
         return logits
 
@@ -216,6 +230,10 @@ class BatchRun:
             [rows, rows, rows + 1, rows, *[hi - lo] * num_tables]
         )
         core.state.set_prefix(index, prefix)
+        spans = None
+        if self._first_span is not None:
+            longest = torch.maximum(self._first_span, torch.as_tensor(self._floor))
+            spans = longest.to(torch.int32).expand(hi - lo).contiguous()
         inputs = StepInputs(
             slots=index.to(torch.int32),
             ids=None if prompts.ids is None else prompts.ids[lo:hi],
@@ -227,6 +245,7 @@ class BatchRun:
             max_query_len=max(length for _, _, length in group),
             lengths=tuple(length for _, _, length in group),
             whole_prompt=starts == [0],
+            spans=spans,
         )
         out = core.runner().prefill(inputs)
         ended = [
@@ -304,6 +323,7 @@ class BatchRun:
         if draws is not None and confirmed < self._launched:
             draws.rewind(self._launched - confirmed)
         self._core.counters.seconds += time.perf_counter() - started
+        self._kept = confirmed
         return confirmed
 
     def launch(self, sampler: Sampler) -> None:

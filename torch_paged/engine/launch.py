@@ -72,8 +72,9 @@ class StepLauncher:
 
     def mixes(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Whether chunks can share a forward with the rows that decode."""
-        if self._core.step.keeps_state:
-            return False  # prompts run row by row
+        step = self._core.step
+        if step.keeps_state or step.has_spans:
+            return False  # such prompts run row by row, or with frequencies of their own
         return bool(self._rows) and not any(num_scored(chunk) for chunk in chunks)
 
     def mixed(self, chunks: Sequence[PrefillChunk]) -> Batch:
@@ -107,7 +108,15 @@ class StepLauncher:
         core = self._core
         size, num_tables = core.config.block_size, core.layout.num_tables
         decoding = () if batch is None else batch.on_device.slots
-        packed = pack_chunks(chunks, size, num_tables, core.device, scored, decoding)
+        packed = pack_chunks(
+            chunks,
+            size,
+            num_tables,
+            core.device,
+            scored,
+            decoding,
+            has_spans=core.step.has_spans,
+        )
         score = score_chunks(chunks, scored, packed.targets) if packed.targets.numel() else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         runner = core.runner()
@@ -115,7 +124,9 @@ class StepLauncher:
         needs = self._needs.copy() if decoding else Counter()
         if ending:
             starts = [_row_start(request) for request in ending]
-            core.state.start_rows(starts, packed.last_positions)
+            # Each row has frequencies as if it were alone.
+            leads = 0 if core.step.has_spans else None
+            core.state.start_rows(starts, packed.last_positions, leads)
             core.sampling.start_rows([_sampling_start(request) for request in ending])
             for request in ending:
                 needs.update(_needs(_params(request)))

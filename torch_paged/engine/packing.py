@@ -44,6 +44,8 @@ def pack_chunks(
     device: torch.device,
     scored: Sequence[tuple[int, int]] = (),
     decoding: Sequence[int] = (),
+    *,
+    has_spans: bool = False,
 ) -> PackedChunks:
     """Pack chunks, in order, with a single transfer.
 
@@ -53,6 +55,8 @@ def pack_chunks(
         scored: for each chunk, how many of its tokens are skipped and then scored, that is, have
             their logits computed too, for what these say of the prompt token that follows; ()
             for none.
+        has_spans: the model's keys depend on lengths. A request is as long as if it were alone:
+            its prompt is computed in one go, each later token on its own.
     """
     count, num_holes = len(decoding), int(len(decoding) > 0)
     pieces = [(0, chunk.start, chunk.length) for chunk in chunks]
@@ -62,6 +66,8 @@ def pack_chunks(
     per_token = [_token_ids(chunks), index]
     for table in range(num_tables):
         per_token.append(slot_mapping(pieces, held, table, block_size, index))
+    if has_spans:
+        per_token.append(_spans(chunks, index))
     parts = [torch.tensor([value for part in per_row for value in part])]
     for values in per_token:
         parts += [torch.full((count,), -1), values]
@@ -70,6 +76,7 @@ def pack_chunks(
     rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
         sizes
     )
+    spans = tokens.pop().to(torch.int32) if has_spans else None
     ids, positions, *mappings = tokens
     ends = ends.to(torch.int32)
     inputs = StepInputs(
@@ -82,6 +89,7 @@ def pack_chunks(
         max_query_len=max(chunk.length for chunk in chunks),
         lengths=tuple(chunk.length for chunk in chunks),
         decoding=ends[:count] if count else None,
+        spans=spans,
     )
     return PackedChunks(inputs, prefix, rows[num_holes:], ends, last_positions, following)
 
@@ -101,6 +109,13 @@ def _per_row(
     more, targets = _scored(chunks, bounds, scored)
     wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
     return hole + slots, starts, origin + bounds, wanted, [*decoding, *sampled], last, targets
+
+
+def _spans(chunks: Sequence[PrefillChunk], index: Tensor) -> Tensor:
+    """Return the length of its row [num_tokens] that each token is computed at."""
+    prompts = torch.tensor([chunk.request.num_prompt_tokens for chunk in chunks])
+    lengths = torch.tensor([chunk.length for chunk in chunks])
+    return torch.maximum(index + 1, prompts.repeat_interleave(lengths))
 
 
 def _slot(chunk: PrefillChunk) -> int:

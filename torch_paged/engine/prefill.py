@@ -90,7 +90,8 @@ class CapturedPrefill:
             return None
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
-            self._static[size] = _static_inputs(size, num_tables, self._device)
+            has_spans = inputs.spans is not None
+            self._static[size] = _static_inputs(size, num_tables, self._device, has_spans)
         return size
 
     def _bucket(self, inputs: StepInputs) -> Size | None:
@@ -103,7 +104,9 @@ class CapturedPrefill:
         return Size(tokens, rows, inputs.whole_prompt and tokens >= WHOLE_PROMPT_TOKENS)
 
 
-def _static_inputs(size: Size, num_tables: int, device: torch.device) -> StepInputs:
+def _static_inputs(
+    size: Size, num_tables: int, device: torch.device, has_spans: bool
+) -> StepInputs:
     num_tokens, num_rows, whole_prompt = size
 
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
@@ -119,6 +122,7 @@ def _static_inputs(size: Size, num_tables: int, device: torch.device) -> StepInp
             last_index=zeros(num_rows, torch.int64),
             max_query_len=num_tokens,
             whole_prompt=whole_prompt,
+            spans=zeros(num_tokens, torch.int32) if has_spans else None,
         )
 
 
@@ -130,6 +134,8 @@ def _load(static: StepInputs, inputs: StepInputs) -> None:
     _put(static.positions, inputs.positions, 0)
     for mapping, new_mapping in zip(static.slot_mappings, inputs.slot_mappings, strict=True):
         _put(mapping, new_mapping, -1)
+    if static.spans is not None:
+        _put(static.spans, inputs.spans, 0)
     _put(static.slots, inputs.slots, -1)
     _put(static.last_index, inputs.last_index, 0)
     assert static.cu_seqlens is not None

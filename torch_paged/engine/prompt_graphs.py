@@ -119,7 +119,9 @@ class PromptGraphs:
         static = self._static.get(size)
         if static is None:
             num_tables = len(inputs.slot_mappings)
-            static = self._static[size] = _make_static(size, num_tables, self._state.device)
+            has_spans = inputs.spans is not None
+            static = _make_static(size, num_tables, self._state.device, has_spans)
+            self._static[size] = static
         tail = None if end is None else end.tail
         key = ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
         if not self._prepare(key, static, inputs, tail):
@@ -163,7 +165,7 @@ class PromptGraphs:
         return _Size(tokens, rows)
 
 
-def _make_static(size: _Size, num_tables: int, device: torch.device) -> _Static:
+def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: bool) -> _Static:
     hole = int(size.decoding > 0)
     num_tokens, num_rows = size.decoding + size.tokens, size.decoding + _CHUNKS
 
@@ -181,6 +183,7 @@ def _make_static(size: _Size, num_tables: int, device: torch.device) -> _Static:
             last_index=torch.arange(num_rows, device=device),
             max_query_len=size.tokens,
             decoding=ends[: size.decoding] if hole else None,
+            spans=full(num_tokens, torch.int32, 1) if has_spans else None,
         )
     return _Static(inputs, ends)
 
@@ -201,6 +204,8 @@ def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
     _put(into.positions[size.decoding :], inputs.positions[count:], 0)
     for mapping, new_mapping in zip(into.slot_mappings, inputs.slot_mappings, strict=True):
         _put(mapping[size.decoding :], new_mapping[count:], -1)
+    if into.spans is not None and inputs.spans is not None:
+        _put(into.spans[size.decoding :], inputs.spans[count:], 1)
     _put(into.slots[hole:], inputs.slots[hole:], -1)
     _put(into.last_index[size.decoding :], inputs.last_index[count:] + shift, 0)
     # Padding rows are empty: they begin and end where the last real one ends.

@@ -61,6 +61,19 @@ class StepModel(Protocol):
         """
         ...
 
+    @property
+    def has_spans(self) -> bool:
+        """Say whether keys depend on the length of the sequence, see `StepInputs.spans`."""
+        ...
+
+    def first_floor(self, span: Tensor) -> Tensor:
+        """Return the least length, int64 [], that a batch of prompts up to `span` counts with."""
+        ...
+
+    def remember_spans(self, first: Tensor, last: Tensor) -> None:
+        """Leave in the model what forwards over lengths from `first` to `last` leave there."""
+        ...
+
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""
         ...

@@ -139,8 +139,7 @@ def assisted_decoding(
     with session.lock, on_model_device(session):
         reasons = _draft_reasons(call, assistant_model)
         reasons = fallback_reasons(self, session, call, "_assisted_decoding") or reasons
-        if not reasons and session.step is not None and session.step.keeps_state:
-            reasons = ["candidates that are refused have changed the states of layers"]
+        reasons = reasons or _step_reasons(session)
         if reasons:
             return fall_back(session, reasons, lambda: run_method(self, model_kwargs))
         why = ("candidates are verified between the steps",)
@@ -161,6 +160,17 @@ def _draft_reasons(call: Call, assistant: Any) -> list[str]:
         return ["assistant_early_exit changes the model between its steps"]
     if draft_seams.drafts_from_hidden_states(config, assistant):
         return ["candidates are drafted from the model's hidden states"]
+    return []
+
+
+def _step_reasons(session: Session) -> list[str]:
+    """Say why a step cannot run candidates and take them back."""
+    step = session.step
+    assert step is not None
+    if step.keeps_state:
+        return ["candidates that are refused have changed the states of layers"]
+    if step.has_spans:
+        return ["rotary frequencies follow the length, candidates included"]
     return []
 
 

@@ -177,6 +177,8 @@ def _reasons(
             return list(session.reasons)
         if reason := session.self_test_reason():
             return [reason]
+        if session.step is not None and session.step.recomputes(1, 1 << 62):
+            return ["longrope computes a sequence anew on its way past its limit"]
     # Limits and stop strings belong to requests; the rest is settled here.
     config = copy.deepcopy(config)
     config.max_length = config.stop_strings = None

@@ -136,6 +136,8 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         reasons.append("prepare_inputs_for_generation is replaced on the instance")
     if seams.is_compiled(model):
         reasons.append("model.compile() was called")
+    if _recomputes(session, call):
+        reasons.append("longrope computes the whole sequence anew on its way past its limit")
     extra = sorted(
         name
         for name, value in kwargs.items()
@@ -143,6 +145,16 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         if name not in _UNDERSTOOD_KWARGS and value is not None and not _is_empty(value)
     )
     return reasons + [f"model argument {name!r}" for name in extra]
+
+
+def _recomputes(session: Session, call: Call) -> bool:
+    """Say whether a sequence is computed anew between the first cached token and the last."""
+    assert session.step is not None
+    width, (max_new, _) = call.input_ids.shape[1], _limits(call)
+    first = num_past_columns(seams.call_cache(call.model_kwargs)) or width
+    return session.step.recomputes(
+        first, width - first + (1 << 62 if max_new is None else max_new)
+    )
 
 
 def _is_empty(value: object) -> bool:

@@ -94,8 +94,8 @@ class Drafter:
         model = self._generator.assistant_model
         if fallback_reasons(model, session, self._call, "_sample"):
             return True
-        # A state cannot be set back to where a draft was accepted.
-        return session.step is None or session.step.keeps_state
+        # Nor can a state be set back to where a draft was accepted, or frequencies.
+        return session.step is None or session.step.keeps_state or session.step.has_spans
 
     def _resolve(self, arguments: dict[str, Any]) -> None:
         """Let `generate()` make of this round's arguments what it makes of them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_paged.decoder.rotary import preserved
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.core import EngineCore
 from torch_paged.errors import OutOfBlocks
@@ -30,8 +33,9 @@ _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 def selftest_reason(model: Any, core: EngineCore) -> str:
     """Return "" if prefill and decode agree with `model(...)` on a short random prompt."""
     ids = random_ids(model, _PROMPT_TOKENS + _DECODE_TOKENS).to(core.device)
-    routing = ForcedRouting(core.step)
-    with torch.no_grad():
+    routing, step = ForcedRouting(core.step), core.step
+    keeps = preserved(step.spec) if isinstance(step, DecoderStep) else contextlib.nullcontext()
+    with torch.no_grad(), keeps:
         with eager_attention(model), routing.noting():
             outputs = own_outputs(model, ids, _PROMPT_TOKENS)
             expected = torch.stack([out.logits[0, -1] for out in outputs])

@@ -20,7 +20,7 @@ from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.scores import PromptScores
-from torch_paged.errors import TorchPagedError, UnsupportedModelError
+from torch_paged.errors import TorchPagedError, UnsupportedFeatureError, UnsupportedModelError
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
@@ -179,6 +179,13 @@ class Service:
             self._draw_seed,
             merge or self._merge,
         )
+        longest = max(sample.max_new_tokens for sample in params.samples)
+        if session.step is not None and session.step.recomputes(len(ids), longest):
+            raise UnsupportedFeatureError(
+                f"{len(ids)} tokens and up to {longest} more pass the length at which longrope "
+                "computes the whole sequence anew, which an engine does not do; pass a smaller "
+                "max_new_tokens, or call model.generate()"
+            )
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
@@ -187,6 +194,8 @@ class Service:
         not_scored = None if scores is None else scores.first - 1
         # Without prefix caching only the samples of one prompt share its blocks.
         shares_prefix &= session.config.enable_prefix_caching and not_scored != 0
+        # Keys of equal tokens differ with the length of the prompt.
+        shares_prefix &= session.step is None or not session.step.has_spans
         salt = b"" if shares_prefix else b"request %d" % number
         jobs: list[Job] = []
         for index, sample in enumerate(params.samples):

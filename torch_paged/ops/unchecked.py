@@ -19,6 +19,7 @@ for _name in (
     "paged_attention",
     "rms_norm",
     "route_experts",
+    "rotary_by_span",
     "rotary_cache_write",
     "rotary_table",
 ):
@@ -35,5 +36,6 @@ lora_shrink = registered("lora_shrink")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
 route_experts = registered("route_experts")
+rotary_by_span = registered("rotary_by_span")
 rotary_cache_write = registered("rotary_cache_write")
 rotary_table = registered("rotary_table")

@@ -102,7 +102,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
         absent=("qk_layernorm",),
     ),
     ("phi3.modeling_phi3", "Phi3ForCausalLM"): Traits(
-        fused_qkv=True, mlp=PACKED_MLP, window="config"
+        fused_qkv=True, mlp=PACKED_MLP, window="config", recomputes=True
     ),
     ("starcoder2.modeling_starcoder2", "Starcoder2ForCausalLM"): Traits(
         norm_kind="layer", mlp=MlpNames(("c_fc",), "c_proj", gated=False), window="config"

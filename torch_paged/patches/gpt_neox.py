@@ -11,7 +11,8 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     NormSpec,
 )
-from torch_paged.patches.llama_like import activation_of, linear, ref, rotary
+from torch_paged.patches.llama_like import activation_of, linear, ref
+from torch_paged.patches.rotary import rotary
 
 
 def _layer_norm(model: Any, name: str) -> NormSpec:

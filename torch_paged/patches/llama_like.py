@@ -21,11 +21,9 @@ from torch_paged.decoder.spec import (
 )
 from torch_paged.patches.experts import has_experts, read_experts
 from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.rotary import rotaries
 from torch_paged.patches.seams import is_output_capturing_hook
 from torch_paged.patches.traits import Traits
-
-# Rotary kinds whose frequencies do not depend on the length of the sequence.
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -65,39 +63,13 @@ def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
     )
 
 
-def rotary(model: nn.Module, name: str, config: Any) -> RotarySpec:
-    """Read a rotary module whose frequencies are static."""
-    _refuse_changing_rotary(config.rope_parameters)
-    module: Any = model.get_submodule(name)
-    return RotarySpec(ModuleRef(name, module), "inv_freq", float(module.attention_scaling))
-
-
-def _refuse_changing_rotary(parameters: dict[str, Any] | None) -> None:
-    kind = (parameters or {}).get("rope_type", "default")
-    if kind not in STATIC_ROTARY:
-        raise SpecRefusal(f"rotary type {kind!r} changes with the length of the sequence")
-
-
-def _rotaries(model: nn.Module, name: str, config: Any) -> dict[str, RotarySpec]:
-    """Read the tables of a rotary module: one for each type of layer, or "" for all of them."""
-    module: Any = model.get_submodule(name)
-    if hasattr(module, "inv_freq"):
-        return {"": rotary(model, name, config)}
-    tables = {}
-    for kind in module.layer_types:
-        _refuse_changing_rotary(config.rope_parameters[kind])
-        scaling = float(getattr(module, f"{kind}_attention_scaling"))
-        tables[kind] = RotarySpec(ModuleRef(name, module), f"{kind}_inv_freq", scaling)
-    return tables
-
-
 def read_llama_like(model: Any, family: str, traits: Traits) -> DecoderSpec:
     """Read `model.model.layers` and its neighbours."""
     config = model.config
     for name in traits.absent:
         if getattr(config, name, None):
             raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
-    tables = _rotaries(model, "model.rotary_emb", config)
+    tables = rotaries(model, "model.rotary_emb", config)
     kinds = list(tables)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -117,12 +89,20 @@ def read_llama_like(model: Any, family: str, traits: Traits) -> DecoderSpec:
         embedding_multiplier=float(config.embedding_multiplier) if traits.multipliers else 1.0,
         logit_scale=_logit_scale(config, traits),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        recompute_length=_recompute_length(config, traits, tables),
     )
 
 
 def _embedding_scale(module: Any) -> float:
     """Return the factor in the dtype of the table, as the module itself rounds it."""
     return float(module.embed_scale.to(module.weight.dtype))
+
+
+def _recompute_length(config: Any, traits: Traits, tables: dict[str, RotarySpec]) -> int:
+    # With frequencies that stay, it would compute the same once more.
+    if not traits.recomputes or all(table.change is None for table in tables.values()):
+        return 0
+    return int(getattr(config, "original_max_position_embeddings", None) or 0)
 
 
 def _logit_scale(config: Any, traits: Traits) -> float:

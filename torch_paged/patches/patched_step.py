@@ -136,6 +136,19 @@ class PatchedStep:
             self._states.copy(sources, targets)
 
     @property
+    def has_spans(self) -> bool:
+        return False
+
+    def recomputes(self, num_prompt_tokens: int, max_new_tokens: int) -> bool:
+        return False
+
+    def first_floor(self, span: Tensor) -> Tensor:
+        return torch.zeros_like(span)
+
+    def remember_spans(self, first: Tensor, last: Tensor) -> None:
+        """Such models are refused."""
+
+    @property
     def variant(self) -> int:
         return self._variant
 

@@ -39,6 +39,7 @@ from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -483,6 +484,13 @@ def layers_with_keys(config: Any) -> list[int]:
     """Return the layers of a text config that keep keys and values."""
     layers = DynamicCache(config=config).layers
     return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+
+
+def longrope_frequencies(config: Any, limit: int, layer_type: str | None) -> torch.Tensor:
+    """Return the frequencies [rotary_dim / 2] of longrope for sequences longer than `limit`."""
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    frequencies, _ = compute(config, None, seq_len=limit + 1, layer_type=layer_type)
+    return frequencies
 
 
 def checkpoints_activations(model: nn.Module) -> bool:
