@@ -82,7 +82,7 @@ def test_extensions_of_all_sizes(how, model) -> None:
     if graphs is not None:
         keys = {key for key in graphs.code if key[0] == "extend"}
         buckets = {1, 2, 4, 8, 16, 32, 64} if how == "captured" else set()
-        assert keys == {("extend", bucket) for bucket in buckets}
+        assert keys == {("extend", 0, bucket) for bucket in buckets}
     assert core.num_blocks == core.allocator.num_free
 
 
