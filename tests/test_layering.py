@@ -175,8 +175,9 @@ import importlib, pkgutil, torch_paged
 for module in pkgutil.walk_packages(torch_paged.__path__, "torch_paged."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from torch_paged.graphs import capture
-capture.GraphCache(capture.GraphPool("cuda"))
+from torch_paged.graphs.capture import GraphCache
+from torch_paged.graphs.pool import GraphPool
+GraphCache(GraphPool("cuda"))
 assert not torch.cuda.is_initialized()
 import sys
 assert "cuda.bindings" not in sys.modules

@@ -24,7 +24,8 @@ from torch_paged.engine.sampling_state import SamplingState
 from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.errors import OutOfBlocks, TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
-from torch_paged.graphs.capture import GraphCache, GraphPool
+from torch_paged.graphs.capture import GraphCache
+from torch_paged.graphs.pool import GraphPool
 from torch_paged.ops.paged_attention.config import SHORT_TOKENS
 
 logger = logging.getLogger("torch_paged")
