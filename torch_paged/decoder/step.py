@@ -15,7 +15,7 @@ from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.slots import Slot, SlotKind, linear_slot, plain_slot
-from torch_paged.decoder.spec import DecoderSpec
+from torch_paged.decoder.spec import DecoderSpec, OpaqueMlpSpec
 from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
 from torch_paged.log import debug_once
 
@@ -176,9 +176,13 @@ class DecoderStep:
         """Describe every module of the plan for the report."""
         rows = []
         read = never_called(self.spec)
+        mlps = [layer.mlp for layer in self.spec.layers]
+        called = {id(m.ref.module): m.why for m in mlps if isinstance(m, OpaqueMlpSpec)}
         for ref in spec_modules(self.spec):
             linear = isinstance(ref.module, nn.Linear) or hasattr(ref.module, "base_layer")
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             slot = Slot("fused") if id(ref.module) in read else slot
+            if id(ref.module) in called:
+                slot = Slot("opaque", called[id(ref.module)])
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows
