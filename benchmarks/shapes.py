@@ -55,18 +55,8 @@ def config(name: str) -> PretrainedConfig:
             tie_word_embeddings=True,
             **common,
         )
-    if name == "8x1b":
-        return MixtralConfig(
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            head_dim=64,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            **common,
-        )
-    if name == "gpt-oss-20b":
-        return GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+    if name in MIXTURES:
+        return _mixture(name, common)
     if name == "8b":
         return LlamaConfig(
             hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **common
@@ -87,6 +77,20 @@ def config(name: str) -> PretrainedConfig:
             },
         )
     raise ValueError(f"name must be one of {', '.join((*NAMES, *MIXTURES, TINY))}, got {name!r}")
+
+
+def _mixture(name: str, common: dict[str, Any]) -> PretrainedConfig:
+    if name == "gpt-oss-20b":
+        return GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+    return MixtralConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        **common,
+    )
 
 
 NAMES = ("0.6b", "1b", "8b")

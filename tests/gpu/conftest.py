@@ -27,7 +27,7 @@ _PINNED = {
     "test_levels.py": 1,
     "test_loop.py": 12,
     "test_memory.py": 3,
-    "test_parity.py": 33,
+    "test_parity.py": 34,
     "test_parity_grid.py": 30,
     "test_patched_types.py": _TYPES.get(".".join(transformers.__version__.split(".")[:2])),
 }

@@ -144,6 +144,21 @@ def test_experts_replayed_give_what_they_give_launched(
     assert torch_paged.explain(low).tier == "fused"
 
 
+def test_a_block_that_is_called_is_captured_with_the_rest():
+    counts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    _, low = make_pair(MixtralForCausalLM, MixtralConfig(**{**_SMALL, **counts}))
+    experts = low.model.layers[1].mlp.experts
+    experts.forward = experts.forward
+    ids = torch.randint(0, _SMALL["vocab_size"], (3, 33 + 40), device="cuda")
+    torch_paged.accelerate(low, on_unsupported="raise", batch_buckets=(3,))
+    launched = our_logits(low, ids, 33, captured=False)
+    assert torch.equal(our_logits(low, ids, 33), launched)
+    assert "model.layers.1.mlp" in {
+        row.module for row in torch_paged.explain(low).slots if row.kind == "opaque"
+    }
+    assert torch_paged.stats(low).graphs > 0
+
+
 @pytest.mark.parametrize(("cls", "config_class", "fields", "experts", "name"), MIXTURES)
 def test_float32_logits_of_experts_equal_hugging_face(cls, config_class, fields, experts, name):
     counts = {name: experts, "num_experts_per_tok": 2}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import torch_paged
-from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec
+from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, OpaqueMlpSpec
 from torch_paged.generate.support import zoo
 from torch_paged.generate.support.parity import NEW_TOKENS, prompts
 from torch_paged.patches.families import LLAMA_LIKE, read_spec
@@ -113,6 +113,13 @@ def parallel(experts: nn.Module) -> None:
     experts._is_expert_parallel = True
 
 
+def only_block(model: PreTrainedModel, index: int = -1) -> OpaqueMlpSpec:
+    """Return a layer's block, which must have been read as one that is called."""
+    mlp = read_spec(model).layers[index].mlp
+    assert isinstance(mlp, OpaqueMlpSpec)
+    return mlp
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -122,45 +129,79 @@ def parallel(experts: nn.Module) -> None:
         (parallel, "has a form that is not known here"),
     ],
 )
-def test_experts_in_another_form_are_refused(
+def test_a_block_whose_experts_have_another_form_is_called(
     change: Callable[[nn.Module], None], reason: str
 ) -> None:
     model = zoo.tiny_model("mixtral")
     change(experts_of(model))
-    with pytest.raises(SpecRefusal, match=reason):
-        read_spec(model)
+    block = only_block(model)
+    assert block.ref.module is model.model.layers[1].mlp and reason in block.why
+    assert isinstance(read_spec(model).layers[0].mlp, ExpertsSpec)
 
 
-def test_experts_of_another_class_are_refused() -> None:
+def test_a_block_of_another_class_of_experts_is_called() -> None:
     class Quantised(nn.Module):
         pass
 
     model = zoo.tiny_model("gpt_oss")
     model.model.layers[0].mlp.experts = Quantised()
-    with pytest.raises(SpecRefusal, match=r"layers\.0\.mlp\.experts is a .*Quantised"):
-        read_spec(model)
+    assert "layers.0.mlp.experts is a " in only_block(model, 0).why
+    assert "Quantised, which has no fused form" in only_block(model, 0).why
+
+
+@pytest.mark.parametrize("part", ["experts", "router", "block"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_what_is_replaced_on_an_instance_takes_part(model_type: str, part: str) -> None:
+    model = zoo.tiny_model(model_type)
+    block = model.model.layers[1].mlp
+    spec = last_experts(read_spec(model))
+    module = {"experts": spec.ref.module, "router": spec.router.ref.module, "block": block}[part]
+    before = generate(model)
+    forward = module.forward
+
+    def replaced(x: torch.Tensor, *args: object, **kwargs: object) -> object:
+        return forward(-x, *args, **kwargs)
+
+    module.forward = replaced
+    expected = generate(model)
+    assert not torch.equal(expected, before)
+    with torch_paged.accelerated(model, on_unsupported="raise"):
+        assert torch.equal(generate(model), expected)
+        report = torch_paged.explain(model)
+    assert (report.tier, report.last_call.path) == ("fused", "fused")
+    opaque = {row.module for row in report.slots if row.kind == "opaque"}
+    assert opaque == {"model.layers.1.mlp"}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
+    ("model_type", "changes", "tier", "reason"),
     [
-        ("dots1", {"n_group": 2, "topk_group": 1}, "chooses among groups of experts first"),
-        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "norm_min=0.5"),
-        ("olmoe", {"clip_qkv": 0.5}, "clip_qkv=0.5 has no fused form"),
-        ("glm4_moe", {"use_qk_norm": True}, "use_qk_norm=True has no fused form"),
+        ("dots1", {"n_group": 2, "topk_group": 1}, "fused", "chooses among groups of experts"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "fused", "norm_min=0.5"),
+        ("olmoe", {"clip_qkv": 0.5}, "patched", "clip_qkv=0.5 has no fused form"),
+        ("glm4_moe", {"use_qk_norm": True}, "patched", "use_qk_norm=True has no fused form"),
     ],
 )
-def test_settings_without_a_fused_form_are_refused(
-    model_type: str, changes: dict[str, object], reason: str
+def test_settings_without_a_fused_form_are_named(
+    model_type: str, changes: dict[str, object], tier: str, reason: str
 ) -> None:
     model = zoo.tiny_model(model_type, **changes)
-    with pytest.raises(SpecRefusal, match=reason):
+    expected = generate(model)
+    with torch_paged.accelerated(model, on_unsupported="raise"):
+        assert torch.equal(generate(model), expected)
+        report = torch_paged.explain(model)
+    assert report.tier == report.last_call.path == tier
+    assert reason in "; ".join((*report.reasons, *(row.why for row in report.slots)))
+
+
+def test_a_block_that_is_not_all_of_the_mlp_is_not_called_alone() -> None:
+    model = zoo.tiny_model("granitemoeshared")
+    own_forward(experts_of(model))
+    with pytest.raises(SpecRefusal, match="its forward is replaced"):
         read_spec(model)
     expected = generate(model)
     with torch_paged.accelerated(model):
         assert torch.equal(generate(model), expected)
-        report = torch_paged.explain(model)
-        assert report.tier == "patched" and reason in "; ".join(report.reasons)
 
 
 def test_experts_whose_forward_is_replaced_later_are_called_from_then_on() -> None:
@@ -170,7 +211,7 @@ def test_experts_whose_forward_is_replaced_later_are_called_from_then_on() -> No
     own_forward(experts_of(model))
     after = generate(model)
     assert not torch.equal(after, before)
-    assert torch_paged.explain(model).last_call.path != "fused"
+    assert "call[model.layers.1.mlp](y1)" in str(torch_paged.explain(model))
     torch_paged.restore(model)
     assert torch.equal(after, generate(model))
 

@@ -31,7 +31,7 @@ from torch_paged.decoder.plan import (
     RotaryTable,
     SelectLast,
 )
-from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
 from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import RotaryChange
@@ -126,6 +126,8 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
             return bind_experts(instruction)
         case SigmoidGate():
             return bind_sigmoid_gate(instruction)
+        case CallBlock():
+            return _bind_call_block(instruction, decode)
         case SelectLast():
             return _bind_select_last(instruction)
         case LogitTransform():
@@ -137,6 +139,21 @@ def _call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
     if decode:
         return lambda x: module(x.unsqueeze(1)).squeeze(1)
     return lambda x: module(x.unsqueeze(0)).squeeze(0)
+
+
+def _bind_call_block(ins: CallBlock, decode: bool) -> Call:
+    module, source, target = ins.ref.module, ins.source, ins.target
+
+    def block(x: Tensor) -> Tensor:
+        out = module(x)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        values[target] = block(x.unsqueeze(1 if decode else 0)).reshape(x.shape)
+
+    return call
 
 
 def _bind_embed(ins: Embed, decode: bool, binding: Binding) -> Call:

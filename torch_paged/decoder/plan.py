@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch_paged.decoder.linears import linear_updates
-from torch_paged.decoder.plan_experts import Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
@@ -21,6 +21,7 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     ModuleRef,
     NormSpec,
+    OpaqueMlpSpec,
     RotarySpec,
 )
 
@@ -273,6 +274,7 @@ Instruction = (
     | Route
     | Experts
     | SigmoidGate
+    | CallBlock
     | SelectLast
     | LogitTransform
 )
@@ -368,6 +370,9 @@ def _lower_feed_forward(layer: LayerSpec, index: int, source: str) -> Iterator[I
     spec = layer.mlp
     if isinstance(spec, MlpSpec):
         yield from _lower_mlp(spec, str(index), source)
+        return
+    if isinstance(spec, OpaqueMlpSpec):
+        yield CallBlock(spec.ref, source, f"ex{index}")
         return
     # Before the experts, which can then add it to their sum.
     shared = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_paged.decoder.spec import ExpertsSpec, RouterSpec
+from torch_paged.decoder.spec import ExpertsSpec, ModuleRef, RouterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +70,23 @@ class SigmoidGate:
 
     def __str__(self) -> str:
         return f"{self.target} = sigmoid({self.gate}) * {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallBlock:
+    """target = what the block found there makes of source."""
+
+    ref: ModuleRef
+    source: str
+    target: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    def __str__(self) -> str:
+        return f"{self.target} = call[{self.ref.name}]({self.source})"

@@ -191,6 +191,19 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class OpaqueMlpSpec:
+    """A feed-forward block that is called as it is.
+
+    Attributes:
+        ref: the block; returns a tensor, or a tuple that begins with it.
+        why: it has no fused form.
+    """
+
+    ref: ModuleRef
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -204,7 +217,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MlpSpec | ExpertsSpec
+    mlp: MlpSpec | ExpertsSpec | OpaqueMlpSpec
     input_norm: NormSpec | None
     mlp_norm: NormSpec | None
     post_attention_norm: NormSpec | None = None

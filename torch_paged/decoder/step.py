@@ -18,7 +18,13 @@ from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.rotary import changes_with_length, first_floor, remember
 from torch_paged.decoder.slots import Slot, SlotKind, plain_slot
-from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, LinearSpec, MlpSpec
+from torch_paged.decoder.spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    LinearSpec,
+    MlpSpec,
+    OpaqueMlpSpec,
+)
 from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
 from torch_paged.log import debug_once
 from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
@@ -36,10 +42,12 @@ def _num_weights(*linears: LinearSpec) -> int:
     return sum(p.numel() for linear in linears for p in linear.ref.module.parameters())
 
 
-def _mlp_weights(mlp: MlpSpec | ExpertsSpec) -> int:
-    """Return how many weights one token meets."""
+def _mlp_weights(mlp: MlpSpec | ExpertsSpec | OpaqueMlpSpec) -> int:
+    """Return how many weights one token meets; of a block of its own making, all."""
     if isinstance(mlp, MlpSpec):
         return _num_weights(*mlp.inputs, mlp.output)
+    if isinstance(mlp, OpaqueMlpSpec):
+        return sum(p.numel() for p in mlp.ref.module.parameters())
     shared = 0 if mlp.shared is None else _mlp_weights(mlp.shared)
     experts = sum(p.numel() for p in mlp.ref.module.parameters()) // mlp.router.num_experts
     return shared + mlp.router.top_k * experts
@@ -263,9 +271,13 @@ class DecoderStep:
         """Describe every module of the plan for the report."""
         rows = []
         read = never_called(self.spec)
+        mlps = [layer.mlp for layer in self.spec.layers]
+        called = {id(m.ref.module): m.why for m in mlps if isinstance(m, OpaqueMlpSpec)}
         for ref in spec_modules(self.spec):
             linear = isinstance(ref.module, nn.Linear) or hasattr(ref.module, "base_layer")
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             slot = Slot("fused") if id(ref.module) in read else slot
+            if id(ref.module) in called:
+                slot = Slot("opaque", called[id(ref.module)])
             rows.append(SlotRow(ref.name, slot.kind, slot.why))
         return rows

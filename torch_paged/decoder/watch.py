@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_paged.decoder.slots import hook_dicts
-from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, MlpSpec, ModuleRef
+from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, MlpSpec, ModuleRef, OpaqueMlpSpec
 
 # States of adapters that are told apart; one that comes back later counts as new.
 _MAX_VARIANTS = 64
@@ -31,7 +31,9 @@ def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
     return list({id(ref.module): ref for ref in refs}.values())
 
 
-def _mlp_modules(mlp: MlpSpec | ExpertsSpec) -> list[ModuleRef]:
+def _mlp_modules(mlp: MlpSpec | ExpertsSpec | OpaqueMlpSpec) -> list[ModuleRef]:
+    if isinstance(mlp, OpaqueMlpSpec):
+        return [mlp.ref]
     if isinstance(mlp, MlpSpec):
         return [p.ref for p in (*mlp.inputs, mlp.output)]
     refs = [mlp.router.ref, mlp.ref]

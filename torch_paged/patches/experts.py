@@ -11,6 +11,7 @@ from torch_paged.decoder.spec import (
     LinearSpec,
     MlpSpec,
     ModuleRef,
+    OpaqueMlpSpec,
     RouterSpec,
 )
 from torch_paged.patches.refusal import SpecRefusal
@@ -26,11 +27,24 @@ def has_experts(model: Any, layer: str, names: ExpertsNames) -> bool:
 
 def read_experts(
     model: Any, layer: str, names: ExpertsNames, activation: Activation
-) -> ExpertsSpec:
-    """Read the block of a layer; refuses one whose modules are not those of the model's class.
+) -> ExpertsSpec | OpaqueMlpSpec:
+    """Read the block of a layer; one that has no fused form is called as it is.
 
-    Quantised experts, and those that a library has wrapped or replaced, are not.
+    Such are quantised experts, and those that a library has wrapped or replaced.
     """
+    try:
+        return _read_block(model, layer, names, activation)
+    except SpecRefusal as refusal:
+        name = f"{layer}.{names.block}"
+        if names.shared is not None and not names.shared.startswith(f"{names.block}."):
+            raise  # the block is not all of it
+        return OpaqueMlpSpec(ModuleRef(name, model.get_submodule(name)), str(refusal))
+
+
+def _read_block(
+    model: Any, layer: str, names: ExpertsNames, activation: Activation
+) -> ExpertsSpec:
+    _own_module(model, f"{layer}.{names.block}")
     experts = _own_module(model, f"{layer}.{names.block}.{names.experts}")
     module: Any = experts.module
     _refuse_other_forms(experts, model)

@@ -17,6 +17,7 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     ModuleRef,
     NormSpec,
+    OpaqueMlpSpec,
     RotarySpec,
 )
 from torch_paged.patches.experts import has_experts, read_experts
@@ -194,7 +195,9 @@ def _has_rotary(module: Any, window: int, traits: Traits) -> bool:
     return traits.rotary_layers == "all" or window > 0
 
 
-def _read_feed_forward(model: Any, layer: str, traits: Traits) -> MlpSpec | ExpertsSpec:
+def _read_feed_forward(
+    model: Any, layer: str, traits: Traits
+) -> MlpSpec | ExpertsSpec | OpaqueMlpSpec:
     config, names = model.config, traits.experts
     activation = activation_of(
         getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_paged.decoder.inputs import Values
 from torch_paged.decoder.plan import Embed, Instruction, Linear, Norm, RotaryTable
-from torch_paged.decoder.plan_experts import Experts, Route
+from torch_paged.decoder.plan_experts import CallBlock, Experts, Route
 from torch_paged.decoder.spec import DecoderSpec, ModuleRef
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.generate.check.own_calls import OwnCall, OwnForward
@@ -92,6 +92,8 @@ def read_places(ins: Instruction) -> list[Place]:
         return [Place(ins.source, ref, False) for ref in refs]
     if isinstance(ins, Route | Experts):
         return [Place(ins.source, ins.spec.ref, False)]
+    if isinstance(ins, CallBlock):
+        return [Place(ins.source, ins.ref, False)]
     return []
 
 
@@ -106,6 +108,8 @@ def written_places(ins: Instruction) -> list[Place]:
         return [Place(t, part.ref, True) for t, part in zip(ins.targets, ins.parts, strict=True)]
     if isinstance(ins, Experts) and ins.residual is None:
         return [Place(ins.target, ins.spec.ref, True)]
+    if isinstance(ins, CallBlock):
+        return [Place(ins.target, ins.ref, True)]
     return []
 
 
