@@ -12,6 +12,7 @@ from torch_paged.decoder.plan import Attention
 from torch_paged.decoder.spec import AttentionSpec
 from torch_paged.ops.unchecked import (
     fused_decode_attention,
+    paged_decode_attention,
     paged_prefill_attention,
     rotary_cache_write,
 )
@@ -127,7 +128,7 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     block_table, context_lens = binding.block_table(ins.layer), binding.state.context_lens
-    table = binding.tables[ins.layer]
+    table, counters = binding.tables[ins.layer], binding.state.counters
     width = spec.num_heads * spec.v_head_dim
 
     def call(values: Values, inputs: StepInputs) -> None:
@@ -149,6 +150,23 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             cast_before_gain=norms.cast,
             interleaved=spec.interleaved,
         )
+        rows = inputs.token_rows
+        if rows is not None:
+            out = paged_decode_attention(
+                query,
+                k_cache,
+                v_cache,
+                rows.block_tables[table],
+                rows.slots,
+                rows.context_lens,
+                counters,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=sinks,
+            )
+            values[target] = out.view(out.shape[0], width)
+            return
         out = paged_prefill_attention(
             query,
             k_cache,

@@ -12,6 +12,24 @@ from torch_paged.decoder.state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The few tokens of a row as rows of their own, each of which ends with itself.
+
+    Attention of a decode step over them shares a long context among many programs, where that of a
+    prefill walks it with one program a head.
+
+    Attributes:
+        block_tables: by table, [num_tokens, max_blocks] int32: the same blocks for all.
+        slots: [num_tokens] int32: 0, 1 and so on, -1 for padding.
+        context_lens: [num_tokens] int32 tokens in front of each.
+    """
+
+    block_tables: tuple[Tensor, ...]
+    slots: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tensors of one step; a decode step has `slots` only.
 
@@ -24,6 +42,7 @@ class StepInputs:
         last_index: int64 index of each row's last token in the packing, [num_rows], and behind
             these of further tokens whose logits are asked for.
         max_query_len: tokens of the longest row.
+        token_rows: of a single row with a few tokens, these as rows.
     """
 
     slots: Tensor
@@ -34,6 +53,7 @@ class StepInputs:
     slot_mappings: tuple[Tensor, ...] = ()
     last_index: Tensor | None = None
     max_query_len: int = 1
+    token_rows: TokenRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
