@@ -25,6 +25,7 @@ _PINNED = {
     "test_assisted.py": 7,
     "test_engine.py": 11,
     "test_levels.py": 1,
+    "test_logprobs.py": 9,
     "test_loop.py": 12,
     "test_memory.py": 3,
     "test_parity.py": 34,

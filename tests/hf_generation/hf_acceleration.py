@@ -84,6 +84,7 @@ class Recorder:
         self._seed = config.getoption("generation_seed")
         self._lean = config.getoption("lean_calls")
         self._calls: list[dict[str, Any]] = []
+        self._depth = 0
         # The reports of earlier calls, kept so that none is counted twice.
         self._reports: list[Any] = []
         self._tests: dict[str, dict[str, Any]] = {}
@@ -101,15 +102,20 @@ class Recorder:
     def _generate(
         self, original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if self._accelerate and not torch_paged.is_accelerated(model):
-            torch_paged.accelerate(model)
+        for each in (model, kwargs.get("assistant_model")):
+            if self._accelerate and each is not None and not torch_paged.is_accelerated(each):
+                torch_paged.accelerate(each)
         if self._lean:
             kwargs = _lean(kwargs)
         output = None
+        self._depth += 1
         try:
             output = original(model, *args, **kwargs)
         finally:
-            self._calls.append({"output": _summary(output, kwargs), **self._path_of(model)})
+            self._depth -= 1
+            # Calls within a call, such as those of an assistant, are its own affair.
+            if self._depth == 0:
+                self._calls.append({"output": _summary(output, kwargs), **self._path_of(model)})
         return output
 
     def _path_of(self, model: Any) -> dict[str, Any]:

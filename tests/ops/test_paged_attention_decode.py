@@ -374,3 +374,31 @@ def test_empty_batch_gives_an_empty_output() -> None:
     for function in (_launch_paged_decode_attention, ops.paged_decode_attention_reference):
         output = function(query, *caches, *indices, 1.0)
         assert output.shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("config", [SPLIT, None], ids=["split", "default"])
+@pytest.mark.parametrize("window", [0, 17])
+def test_tokens_of_one_row_as_rows_that_share_a_table(
+    window: int, config: DecodeConfig | None
+) -> None:
+    """A table of stride 0, and a padding row behind the others."""
+    pool = make_pool([77], num_kv_heads=2, head_dim=16, num_queries=[5])
+    query = torch.randn(6, 4, 16, device=DEVICE)
+    slot = int(pool.slots[0])
+    table = pool.block_table[slot : slot + 1].expand(6, -1)
+    slots = torch.tensor([0, 1, 2, 3, 4, -1], dtype=torch.int32, device=DEVICE)
+    lens = torch.arange(72, 78, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros(12, dtype=torch.int32, device=DEVICE)
+    caches = (pool.k_cache, pool.v_cache)
+    out = _launch_paged_decode_attention(
+        query, *caches, table, slots, lens, counters, 0.25, window=window, config=config
+    )
+    args = [a.cpu() for a in (query, *caches, table, slots, lens, counters)]
+    reference = ops.paged_decode_attention_reference(*args, 0.25, window=window).to(DEVICE)
+    dense = (query[:5], pool.keys[0], pool.values[0])
+    exact = dense_attention(*dense, torch.float64, scale=0.25, window=window)
+    low = dense_attention(*dense, torch.float32, scale=0.25, window=window)
+    for result in (out, reference):
+        assert_within_budget(result[:5], exact, low)
+        assert not result[5].any()
+    assert not counters.any()

@@ -13,6 +13,7 @@ from torch_paged.decoder.spec import AttentionSpec
 from torch_paged.ops.paged_attention.whole_prompt import whole_prompt_attention
 from torch_paged.ops.unchecked import (
     fused_decode_attention,
+    paged_decode_attention,
     paged_prefill_attention,
     rotary_cache_write,
 )
@@ -164,7 +165,8 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     norms, sinks = _head_norms(spec), _sinks(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     block_table, prefix_lens = binding.block_table(ins.layer), binding.state.prefix_lens
-    table = binding.tables[ins.layer]
+    table, counters = binding.tables[ins.layer], binding.state.counters
+    limits = {"window": spec.window, "softcap": spec.softcap, "sinks": sinks}
     width = spec.num_heads * spec.v_head_dim
     plain = not (spec.softcap or spec.sinks)
 
@@ -198,8 +200,21 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             cast_before_gain=norms.cast,
             interleaved=spec.interleaved,
         )
+        rows = inputs.token_rows
         out = within(inputs, query, key, value)
-        if out is None:
+        if rows is not None:
+            out = paged_decode_attention(
+                query,
+                k_cache,
+                v_cache,
+                rows.block_tables[table],
+                rows.slots,
+                rows.context_lens,
+                counters,
+                scale=spec.scale,
+                **limits,
+            )
+        elif out is None:
             out = paged_prefill_attention(
                 query,
                 k_cache,
@@ -210,9 +225,7 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
                 prefix_lens,
                 max_query_len=inputs.max_query_len,
                 scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=sinks,
+                **limits,
             )
         if decoded is not None:
             out[: decoded.shape[0]].copy_(decoded)

@@ -12,6 +12,24 @@ from torch_paged.decoder.state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The few tokens of a row as rows of their own, each of which ends with itself.
+
+    Attention of a decode step over them shares a long context among many programs, where that of a
+    prefill walks it with one program a head.
+
+    Attributes:
+        block_tables: by table, [num_tokens, max_blocks] int32: the same blocks for all.
+        slots: [num_tokens] int32: 0, 1 and so on, -1 for padding.
+        context_lens: [num_tokens] int32 tokens in front of each.
+    """
+
+    block_tables: tuple[Tensor, ...]
+    slots: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tensors of one step; a decode step has `slots` only.
 
@@ -32,6 +50,7 @@ class StepInputs:
             -1, and `last_index` with 0 to num_decoding - 1, in the place of that row.
         spans: [num_tokens] int32 lengths that rotary frequencies depend on; for models where they
             do.
+        token_rows: of a single row with a few tokens, these as rows.
     """
 
     slots: Tensor
@@ -46,6 +65,7 @@ class StepInputs:
     whole_prompt: bool = False
     decoding: Tensor | None = None
     spans: Tensor | None = None
+    token_rows: TokenRows | None = None
 
 
 def put_decoding(state: SlotState, inputs: StepInputs) -> None:

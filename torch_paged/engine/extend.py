@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs
+from torch_paged.decoder.inputs import StepInputs, TokenRows
 from torch_paged.decoder.state import SlotState, to_device
 from torch_paged.engine.protocols import StepModel
 from torch_paged.graphs.buckets import pick_bucket
@@ -16,6 +16,9 @@ from torch_paged.graphs.static import StaticInputs
 
 # A step of so few tokens is bound by the reading of the weights: sizes between cost the same.
 EXTEND_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+# Up to so many, attention takes them as rows, which read the context once each.
+_MAX_TOKEN_ROWS = 8
 
 _NUM_NUMBERS = 4
 
@@ -78,15 +81,27 @@ def _extend(
         return step.decode(slots)
     put(state.prefix_lens, start)
     offsets = torch.arange(num_tokens, device=ids.device)
+    rows = None
+    if num_tokens <= min(_MAX_TOKEN_ROWS, state.max_num_seqs):
+        rows = TokenRows(
+            tuple(
+                table.expand(num_tokens, -1) for table in state.block_tables.index_select(1, slot)
+            ),
+            slots=torch.where(offsets < count, offsets, -1).to(torch.int32),
+            context_lens=(start + offsets).to(torch.int32),
+        )
+    bounds = torch.cat([torch.zeros_like(count), count]).to(torch.int32)
     logits = step.extend(
         StepInputs(
             slots=slots,
             ids=ids,
+            # Last: see above.
             positions=(position + offsets).to(torch.int32),
-            cu_seqlens=torch.cat([torch.zeros_like(count), count]).to(torch.int32),
+            cu_seqlens=bounds,
             slot_mappings=packed[_NUM_NUMBERS:].view(num_tables, num_tokens).unbind(),
             last_index=offsets,
             max_query_len=num_tokens,
+            token_rows=rows,
         )
     )
     put(state.context_lens, start + count - 1)

@@ -32,19 +32,30 @@ class VerifyingModel:
 
     Args:
         width: columns of the prompt.
+        model_kwargs: of the call; only candidate generators read them, so that transformers' loop
+            need not let masks and positions grow.
         drafts: entered for as long as the call lasts by what drafts on an engine of its own.
     """
 
-    def __init__(self, model: Any, run: RowRun, width: int, drafts: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        model: Any,
+        run: RowRun,
+        width: int,
+        model_kwargs: dict[str, Any],
+        drafts: contextlib.ExitStack,
+    ) -> None:
         self._model = model
         self._run = run
         self._width = width
+        self._model_kwargs = model_kwargs
         self._drafts = drafts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
+        kwargs["model_kwargs"] = self._model_kwargs
         generator = self._model._get_candidate_generator(**kwargs)
         draft_with(generator, self._drafts)
         return generator
@@ -190,7 +201,8 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
         name = seams.cache_name(kwargs)
         assert name is not None
         kwargs[name] = SpeculativeBlocks(run)
-        output = run_method(VerifyingModel(model, run, width, drafts), kwargs)
+        verifier = VerifyingModel(model, run, width, kwargs, drafts)
+        output = run_method(verifier, {name: kwargs[name], "use_cache": True})
         sequences = output.sequences if config.return_dict_in_generate else output
         num_steps = sequences.shape[1] - width
         core.counters.tokens += num_steps
