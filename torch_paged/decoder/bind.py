@@ -39,6 +39,7 @@ from torch_paged.ops.unchecked import (
     embed,
     fused_linear,
     glu,
+    lora_expand_,
     lora_shrink,
     rms_norm,
     rotary_by_span,
@@ -289,6 +290,15 @@ def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
     if not held.updates:
         return lambda x: linear(x, weight, bias)
     updates = [(u.down.weight.detach(), u.up.weight.detach(), u.scaling) for u in held.updates]
+    if _have_ops(held):
+
+        def expanded(x: Tensor) -> Tensor:
+            out = linear(x, weight, bias)
+            for down, up, scaling in updates:
+                lora_expand_(out, lora_shrink(x, [down]), up, scaling)
+            return out
+
+        return expanded
 
     def updated(x: Tensor) -> Tensor:
         out = linear(x, weight, bias)
@@ -299,6 +309,15 @@ def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
         return out.to(dtype)
 
     return updated
+
+
+def _have_ops(held: HeldLinear) -> bool:
+    """Say whether our ops add the updates and round where PEFT rounds."""
+    own = {held.base.weight.dtype}
+    dtypes = {update.dtype for update in held.updates}
+    # PEFT adds several in the wider dtype before it rounds.
+    fits = dtypes == own or (dtypes == {torch.float32} and len(held.updates) == 1)
+    return fits and all(update.up.weight.is_contiguous() for update in held.updates)
 
 
 def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:

@@ -14,6 +14,7 @@ for _name in (
     "embed",
     "fused_linear",
     "glu",
+    "lora_expand",
     "lora_shrink",
     "paged_attention",
     "rms_norm",
@@ -29,6 +30,7 @@ embed = registered("embed")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
+lora_expand_ = registered("lora_expand_")
 lora_shrink = registered("lora_shrink")
 paged_prefill_attention = registered("paged_prefill_attention")
 rms_norm = registered("rms_norm")
