@@ -59,7 +59,7 @@ class CapturedPrefill:
             return self._step.prefill(inputs)
         static = self._static[size]
         _load(static, inputs)
-        key = (self._name, self._step.variant, *size)
+        key = (self._name, *size, self._step.variant)
 
         def run() -> Tensor:
             return self._step.prefill(static)
