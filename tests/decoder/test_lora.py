@@ -233,3 +233,29 @@ def test_states_beyond_what_is_kept_are_new_ones():
         numbers.append(watch.variant())
     layer.scaling["default"] = 0.0
     assert len({*numbers, watch.variant()}) == 101
+
+
+def test_plans_of_a_state_are_kept_for_its_return():
+    """Graphs of the one read what its plans hold while the other runs."""
+    model, wrapper = make(SOME)
+    wrapper.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    step = DecoderStep(model, read_spec(model))
+    core = EngineCore(step, Config(), 128)
+    held = {}
+    for adapter in ("default", "second", "default", "second"):
+        wrapper.set_adapter(adapter)
+        core.prepare(1, 32, 1)
+        core.runner()
+        assert step.variant == held.setdefault(adapter, (step.variant, None))[0]
+        bound = step._bound_plan("decode", 1)
+        assert held[adapter][1] in (None, bound)
+        held[adapter] = (step.variant, bound)
+    assert held["default"][1] is not held["second"][1]
+    # Too many states: all are dropped, and graphs with them.
+    layer = model.model.layers[0].self_attn.q_proj
+    moves = 0
+    for scale in range(120):
+        layer.scaling["second"] = float(scale)
+        moves += step.refresh()
+        step._bound_plan("decode", 1)
+    assert moves == 1

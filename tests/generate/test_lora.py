@@ -291,6 +291,32 @@ def test_rows_with_adapters_of_their_own_are_peft_s(base, batch, accelerate) -> 
     assert_same_as_a_copy(model, batch)
 
 
+def test_adapters_injected_into_the_model(base, batch, accelerate) -> None:
+    """Without a PeftModel around it, as transformers' own `add_adapter` does it."""
+    ids, options = batch
+    accelerate(base)
+    plain = greedy(base, ids, **options)
+    for seed, (name, rank) in enumerate((("first", 4), ("second", 2))):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(adapter_config(rank=rank, task_type=None), base, name)
+    base.eval()
+    layers = [m for m in base.modules() if isinstance(m, peft.tuners.lora.Linear)]
+    found = [plain]
+    for names in ("first", "second", ["first", "second"]):
+        for layer in layers:
+            layer.set_adapter(names)
+        found.append(assert_same_as_a_copy(base, batch))
+        assert torch_paged.explain(base).last_call.path == "fused"
+    assert len({tuple(tokens.flatten().tolist()) for tokens in found}) == 4
+    for layer in layers:
+        layer.enable_adapters(False)
+    assert torch.equal(greedy(base, ids, **options), plain)
+    for layer in layers:
+        layer.enable_adapters(True)
+        layer.set_adapter("first")
+    assert torch.equal(greedy(base, ids, **options), found[1])
+
+
 def test_an_engine_follows_the_adapter(base, device, accelerate) -> None:
     model = with_adapter(base, seed=1)
     torch.manual_seed(2)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import torch_paged
+from torch_paged.generate.check.comparison import compare_model
 
 LIMIT = 64
 HALF = 8  # of a head
@@ -71,6 +72,7 @@ KINDS = {
     "longrope_factor": long(factor=4.0, attention_factor=1.3),
 }
 CHANGING = ["dynamic", "longrope"]
+SHORT = {"max_position_embeddings": 16}
 
 
 def llama(kind: str, device, seed: int = 3, **fields):
@@ -144,6 +146,22 @@ def test_calls_of_both_sides_share_what_the_model_remembers(device, accelerate) 
         plain(prompt(120, 1, device=device))
     assert_same(model, ids[1], plain=plain, num_tokens=10)
     assert int(model.model.rotary_emb.max_seq_len_cached) == 120
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_the_self_test_and_the_check_pass_the_limit(kind, device, accelerate) -> None:
+    """Both sides from the same start, and the model as it was."""
+    parameters = {**KINDS[kind]}
+    if kind == "longrope":
+        parameters["original_max_position_embeddings"] = 16
+    fields = {"rope_parameters": parameters}
+    model = llama(kind, device, **fields, **({} if kind == "longrope" else SHORT))
+    plain = copy.deepcopy(model)
+    compared = compare_model(model)
+    assert compared.tier == "fused" and compared.agrees, str(compared)
+    accelerate(model)
+    for length in (17, 9):
+        assert_same(model, prompt(length, 3, device=device), plain=plain, num_tokens=6)
 
 
 @pytest.mark.parametrize("kind", CHANGING)

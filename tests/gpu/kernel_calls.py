@@ -28,6 +28,7 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
+from torch_paged.ops.lora_expand import lora_expand_
 from torch_paged.ops.lora_shrink import lora_shrink
 from torch_paged.ops.min_tokens import apply_min_tokens
 from torch_paged.ops.paged_attention.config import PrefillConfig
@@ -340,6 +341,14 @@ def _shrink(num_tokens: int, in_features: int, dtype: torch.dtype, extra: int) -
     assert lora_shrink(x, downs).cpu().isfinite().all()
 
 
+def _expand(num_tokens: int, n: int, rank: int, dtype: torch.dtype) -> None:
+    out, lora_x = _rows(num_tokens, n), _rows(num_tokens, rank, dtype=torch.float32)
+    lora_expand_(out, lora_x, _randn(n, rank, dtype=dtype), scale=0.5)
+    assert out.cpu().isfinite().all()
+
+
+_add("expand", _expand, 65, 130, 16, HALF)
+_add("expand-fp32", _expand, 3, 63, 21, torch.float32)
 for _tokens in (1, 2, 7, 64):
     _add(f"shrink-{_tokens}", _shrink, _tokens, 520, HALF, 0)
     _add(f"shrink-{_tokens}-fp32", _shrink, _tokens, 575, torch.float32, 3)

@@ -1,4 +1,4 @@
-"""Compile targets of fused_linear: the layers of the models that the goals are stated for."""
+"""Compile targets of fused_linear and of LoRA: layers of the models that have goals."""
 
 from __future__ import annotations
 
@@ -166,7 +166,22 @@ def _tile_gemm(
     )
 
 
+def _expand(label: str, capabilities: tuple[int, ...], precision: str, rank: int) -> Target:
+    return Target(
+        "lora_expand:_lora_expand_kernel",
+        label=label,
+        types={"lora_x_ptr": "*fp32", "update_ptr": "*fp32", "scale": "fp32"},
+        constants={"RANK": rank, "TOKENS": 64, "ROWS": 64, "PRECISION": precision},
+        num_stages=1,
+        hot=True,
+        capabilities=capabilities,
+    )
+
+
 TARGETS = [
+    _expand("16", _NEWER, "tf32x3", 16),
+    _expand("64", _NEWER, "tf32x3", 64),
+    _expand("exact", (75, 90), "ieee", 16),
     _gemv("qkv-1024", (2, 2, 8, 1, 128), 1024, **_QKV),
     _gemv("o-2048", (2, 2, 4, 4, 64), 2048, **_DOWN),
     _gemv("gated-1024", (2, 2, 4, 1, 128), 1024, **_GATED),

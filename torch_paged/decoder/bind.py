@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
 from torch_paged.decoder.bind_experts import bind_experts, bind_route, bind_sigmoid_gate
+from torch_paged.decoder.bind_linear import bind_linear, call_module
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
-from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import (
     Activate,
     Add,
@@ -39,9 +39,7 @@ from torch_paged.ops.unchecked import (
     activation,
     add_rms_norm,
     embed,
-    fused_linear,
     glu,
-    lora_shrink,
     rms_norm,
     rotary_by_span,
     rotary_table,
@@ -109,7 +107,7 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
         case Norm():
             return _bind_norm(instruction, decode)
         case Linear():
-            return _bind_linear(instruction, decode, binding)
+            return bind_linear(instruction, decode, binding)
         case Attention():
             if decode:
                 return bind_decode_attention(instruction, binding)
@@ -132,13 +130,6 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
             return _bind_select_last(instruction)
         case LogitTransform():
             return _bind_logit_transform(instruction)
-
-
-def _call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
-    """Call an opaque module with the rank it expects: [rows, 1, hidden] or [1, tokens, hidden]."""
-    if decode:
-        return lambda x: module(x.unsqueeze(1)).squeeze(1)
-    return lambda x: module(x.unsqueeze(0)).squeeze(0)
 
 
 def _bind_call_block(ins: CallBlock, decode: bool) -> Call:
@@ -171,7 +162,7 @@ def _bind_look_up(ins: Embed, decode: bool, binding: Binding) -> Callable[[StepI
     module = ins.ref.module
     last_token = binding.state.last_token
     if type(module) is not nn.Embedding and plain_slot(module).kind != "fused":
-        call = _call_module(module, decode)
+        call = call_module(module, decode)
 
         def opaque(inputs: StepInputs) -> Tensor:
             ids = last_token[inputs.slots.clamp(min=0)] if decode else inputs.ids
@@ -242,7 +233,7 @@ def _bind_norm(ins: Norm, decode: bool) -> Call:
     spec, source, target = ins.spec, ins.source, ins.target
     module = spec.ref.module
     if plain_slot(module).kind == "opaque":
-        call = _call_module(module, decode)
+        call = call_module(module, decode)
 
         def opaque(values: Values, inputs: StepInputs) -> None:
             values[target] = call(values[source])
@@ -285,116 +276,6 @@ def _bind_layer_norm(ins: Norm) -> Call:
             values[target] = nn.functional.layer_norm(x, x.shape[-1:], gained, bias, eps)
 
     return call
-
-
-def _bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
-    if ins.norm is not None or ins.activation is not None or ins.residual is not None:
-        return _bind_fused_linear(ins, binding)
-    source, targets = ins.source, ins.targets
-    calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
-    for target, part in zip(targets, ins.parts, strict=True):
-        module = part.ref.module
-        if linear_slot(module).kind == "fused":
-            calls.append((target, _own_linear(held_linear(module))))
-        else:
-            calls.append((target, _call_module(module, decode)))
-
-    def call(values: Values, inputs: StepInputs) -> None:
-        x = values[source]
-        for target, linear in calls:
-            values[target] = linear(x)
-
-    return call
-
-
-def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
-    weight = held.base.weight.detach()
-    bias = None if held.base.bias is None else held.base.bias.detach()
-    linear = nn.functional.linear
-    if not held.updates:
-        return lambda x: linear(x, weight, bias)
-    updates = [(u.down.weight.detach(), u.up.weight.detach(), u.scaling) for u in held.updates]
-
-    def updated(x: Tensor) -> Tensor:
-        out = linear(x, weight, bias)
-        dtype = out.dtype
-        for down, up, scaling in updates:
-            x = x.to(down.dtype)
-            out = out + linear(linear(x, down), up) * scaling
-        return out.to(dtype)
-
-    return updated
-
-
-def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
-    counters = binding.state.linear_counters
-    held = [held_linear(part.ref.module) for part in ins.parts]
-    weights = [linear.base.weight.detach() for linear in held]
-    biases = [None if h.base.bias is None else h.base.bias.detach() for h in held]
-    downs, updates, scales = _bound_updates(held)
-    sizes = [weight.shape[0] for weight in weights]
-    source, targets, residual = ins.source, ins.targets, ins.residual
-    norm = ins.norm
-    weight = None if norm is None else gain(norm)
-    eps = 0.0 if norm is None else norm.eps
-    offset = 0.0 if norm is None else norm.offset
-    cast = True if norm is None else norm.cast_before_gain
-    act, gated = ins.activation or "", ins.gated
-
-    def call(values: Values, inputs: StepInputs) -> None:
-        x = values[source]
-        lora_x = None
-        if downs:
-            lora_x = lora_shrink(
-                x,
-                downs,
-                weight,
-                norm=norm is not None,
-                eps=eps,
-                norm_offset=offset,
-                cast_before_gain=cast,
-            )
-        out = fused_linear(
-            x,
-            weights,
-            biases,
-            weight,
-            norm=norm is not None,
-            eps=eps,
-            norm_offset=offset,
-            cast_before_gain=cast,
-            residual=None if residual is None else values[residual],
-            activation=act,
-            gated=gated,
-            counters=counters,
-            lora_x=lora_x,
-            updates=updates,
-            update_scales=scales,
-        )
-        if len(targets) == 1:
-            values[targets[0]] = out
-        else:
-            values.update(zip(targets, out.split(sizes, dim=-1), strict=True))
-
-    return call
-
-
-def _bound_updates(
-    linears: list[HeldLinear],
-) -> tuple[list[Tensor], list[Tensor] | None, list[float]]:
-    """Return the first halves of the updates, the second ones by linear, and their factors."""
-    updates = [linear.updates[0] if linear.updates else None for linear in linears]
-    present = [update for update in updates if update is not None]
-    if not present:
-        return [], None, []
-    ups = [
-        linear.base.weight.new_empty((linear.base.weight.shape[0], 0), dtype=present[0].dtype)
-        if update is None
-        else update.up.weight.detach()
-        for linear, update in zip(linears, updates, strict=True)
-    ]
-    scales = [0.0 if update is None else update.scaling for update in updates]
-    return [update.down.weight.detach() for update in present], ups, scales
 
 
 def _bind_glu(ins: Glu) -> Call:

@@ -8,6 +8,7 @@ the module remembers and leaves there what Hugging Face would have left.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,14 @@ def inverse_frequencies(spec: RotarySpec) -> Tensor:
 def long_frequencies(spec: RotarySpec, like: Tensor) -> Tensor | None:
     """Return the frequencies past the limit, None where a formula gives them."""
     assert spec.change is not None
-    return torch.tensor(spec.change.long, device=like.device) if spec.change.long else None
+    return _constant(spec.change.long, like.device) if spec.change.long else None
+
+
+@functools.cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    # Kept: graphs outlive the plans that they were captured from.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def changes_with_length(spec: DecoderSpec) -> bool:

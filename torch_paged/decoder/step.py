@@ -29,6 +29,10 @@ from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
 from torch_paged.log import debug_once
 from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
 
+# Plans held; where adapters are in a new state before each call, all are made anew from time to
+# time, and the graphs with them.
+_MAX_BOUND = 96
+
 
 class SlotRow(NamedTuple):
     """One row of the report: a module, how it takes part, and why it is not fused."""
@@ -77,8 +81,9 @@ class DecoderStep:
         # Sees every run, op by op, and may replace values; a plan's host form is passed by.
         self.visitor: Visitor | None = None
         self._binding: Binding | None = None
-        self._bound: dict[tuple[Mode, int], BoundPlan] = {}
-        self._host: dict[int, HostStep | None] = {}
+        # By variant too: graphs of another variant read what its plans hold.
+        self._bound: dict[tuple[Mode, int, int], BoundPlan] = {}
+        self._host: dict[tuple[int, int], HostStep | None] = {}
         self._key: tuple[object, ...] = ()
         self._variant = 0
         self._has_spans = changes_with_length(spec)
@@ -146,9 +151,9 @@ class DecoderStep:
         # First: it may take an adapter out of the weights.
         variant = self.watch.variant()
         key = self.watch.storage_key()
-        moved = key != self._key
-        if moved or variant != self._variant:
-            self._key, self._variant = key, variant
+        moved = key != self._key or len(self._bound) > _MAX_BOUND
+        self._key, self._variant = key, variant
+        if moved:
             self._forget()
         return moved
 
@@ -211,12 +216,13 @@ class DecoderStep:
         return ALWAYS_KERNEL_ROWS if num_rows <= ALWAYS_KERNEL_ROWS else MAX_KERNEL_ROWS
 
     def _bound_plan(self, mode: Mode, fused_rows: int) -> BoundPlan:
-        bound = self._bound.get((mode, fused_rows))
+        key = (mode, fused_rows, self._variant)
+        bound = self._bound.get(key)
         if bound is None:
             if self._binding is None:
                 raise RuntimeError("DecoderStep.bind must be called before a step runs")
             bound = bind_plan(self._plan(mode, fused_rows), self._binding)
-            self._bound[mode, fused_rows] = bound
+            self._bound[key] = bound
         return bound
 
     @property
@@ -256,16 +262,17 @@ class DecoderStep:
 
     def _host_step(self, num_rows: int) -> HostStep | None:
         """Return the CPU form of the step for few rows; None where the plan has none."""
-        if num_rows not in self._host:
+        key = (num_rows, self._variant)
+        if key not in self._host:
             if self._binding is None:
                 raise RuntimeError("DecoderStep.bind must be called before a step runs")
             try:
                 plan = self.plan("decode", num_rows)
-                self._host[num_rows] = HostStep(plan, self._binding, num_rows)
+                self._host[key] = HostStep(plan, self._binding, num_rows)
             except Unsupported as reason:
-                self._host[num_rows] = None
+                self._host[key] = None
                 debug_once(f"the decode step has no host form: {reason}")
-        return self._host[num_rows]
+        return self._host[key]
 
     def slot_rows(self) -> Sequence[SlotRow]:
         """Describe every module of the plan for the report."""

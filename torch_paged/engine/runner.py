@@ -159,7 +159,7 @@ class CapturedRunner:
         def whole_step() -> None:
             state.advance(sampler(step.decode(slots)), slots)
 
-        key = ("step", step.variant, bucket, sampler.key)
+        key = ("step", bucket, sampler.key, step.variant)
         if not self._is_captured("a decode step", key, bucket, whole_step):
             self._eager.decode(rows, sampler)
             return
@@ -190,7 +190,7 @@ class CapturedRunner:
         def whole_step() -> None:
             tail(step.decode(static), static)
 
-        key = ("serve", step.variant, bucket, tail.key)
+        key = ("serve", bucket, tail.key, step.variant)
         if not self._is_captured("a decode step", key, bucket, whole_step):
             tail(step.decode(index), index)
             return
@@ -217,7 +217,7 @@ class CapturedRunner:
         bucket = pick_bucket(len(slots), self._buckets)
         assert bucket is not None
         static, step = self._static[bucket], self._step
-        key = ("logits", step.variant, bucket)
+        key = ("logits", bucket, step.variant)
         if not self._is_captured("a decode step", key, bucket, lambda: step.decode(static)):
             return step.decode(index)
         self._load(bucket, slots, index)

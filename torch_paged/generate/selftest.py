@@ -33,17 +33,16 @@ _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 def selftest_reason(model: Any, core: EngineCore) -> str:
     """Return "" if prefill and decode agree with `model(...)` on a short random prompt."""
     ids = random_ids(model, _PROMPT_TOKENS + _DECODE_TOKENS).to(core.device)
-    routing, step = ForcedRouting(core.step), core.step
-    keeps = preserved(step.spec) if isinstance(step, DecoderStep) else contextlib.nullcontext()
-    with torch.no_grad(), keeps:
-        with eager_attention(model), routing.noting():
+    routing = ForcedRouting(core.step)
+    with torch.no_grad():
+        with _left_alone(core), eager_attention(model), routing.noting():
             outputs = own_outputs(model, ids, _PROMPT_TOKENS)
             expected = torch.stack([out.logits[0, -1] for out in outputs])
         # What is wrong with the settings shows here, and is not the step's fault.
         core.prepare(1, ids.shape[0], 1)
         core.make_room(1)
         try:
-            with routing.giving():
+            with _left_alone(core), routing.giving():
                 got = torch.stack(list(our_logits(core, ids, _PROMPT_TOKENS)))
         except (OutOfBlocks, torch.OutOfMemoryError):
             raise
@@ -63,6 +62,12 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
         f"self-test: logits differ from the model's own by {error:.2g} of their spread "
         f"(limit {limit:g})"
     )
+
+
+def _left_alone(core: EngineCore) -> contextlib.AbstractContextManager[None]:
+    """Put back what the block changes of what rotary modules remember of lengths."""
+    step = core.step
+    return preserved(step.spec) if isinstance(step, DecoderStep) else contextlib.nullcontext()
 
 
 def random_ids(model: Any, count: int) -> Tensor:

@@ -15,6 +15,7 @@ for _name in (
     "experts",
     "fused_linear",
     "glu",
+    "lora_expand",
     "lora_shrink",
     "paged_attention",
     "rms_norm",
@@ -32,6 +33,7 @@ experts = registered("experts")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
+lora_expand_ = registered("lora_expand_")
 lora_shrink = registered("lora_shrink")
 paged_decode_attention = registered("paged_decode_attention")
 paged_prefill_attention = registered("paged_prefill_attention")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_paged.config import Config
+from torch_paged.decoder.rotary import preserved
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
@@ -94,12 +95,15 @@ def _compare_plan(
 ) -> Comparison:
     walk = PlanWalk(limit)
     ids = random_ids(model, num_prompt_tokens + DECODE_TOKENS).to(model.device)
-    forwards = own_forwards(model, modules_of(spec), ids, num_prompt_tokens)
+    # Both sides start from what the rotary modules remember now.
+    with preserved(spec):
+        forwards = own_forwards(model, modules_of(spec), ids, num_prompt_tokens)
     failure = ""
     step = DecoderStep(model, spec)
     step.visitor = walk
     try:
-        _drive(step, walk, forwards, ids, num_prompt_tokens)
+        with preserved(spec):
+            _drive(step, walk, forwards, ids, num_prompt_tokens)
     except Exception as error:  # a wrong row may break any op in its own way
         failure = f"{type(error).__name__}: {error}"
         if walk.running is not None:

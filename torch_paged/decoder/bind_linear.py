@@ -1,0 +1,149 @@
+"""Binding of linears: plain, under adapters, fused with their neighbours, or called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
+from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
+from torch_paged.decoder.plan import Linear
+from torch_paged.ops.unchecked import fused_linear, lora_expand_, lora_shrink
+
+
+def call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
+    """Call an opaque module with the rank it expects: [rows, 1, hidden] or [1, tokens, hidden]."""
+    if decode:
+        return lambda x: module(x.unsqueeze(1)).squeeze(1)
+    return lambda x: module(x.unsqueeze(0)).squeeze(0)
+
+
+def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
+    """Bind projections of one source, fused or one by one."""
+    if ins.norm is not None or ins.activation is not None or ins.residual is not None:
+        return _bind_fused_linear(ins, binding)
+    source, targets = ins.source, ins.targets
+    calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
+    for target, part in zip(targets, ins.parts, strict=True):
+        module = part.ref.module
+        if linear_slot(module).kind == "fused":
+            calls.append((target, _own_linear(held_linear(module))))
+        else:
+            calls.append((target, call_module(module, decode)))
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        for target, linear in calls:
+            values[target] = linear(x)
+
+    return call
+
+
+def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
+    weight = held.base.weight.detach()
+    bias = None if held.base.bias is None else held.base.bias.detach()
+    linear = nn.functional.linear
+    if not held.updates:
+        return lambda x: linear(x, weight, bias)
+    updates = [(u.down.weight.detach(), u.up.weight.detach(), u.scaling) for u in held.updates]
+    if _have_ops(held):
+
+        def expanded(x: Tensor) -> Tensor:
+            out = linear(x, weight, bias)
+            for down, up, scaling in updates:
+                lora_expand_(out, lora_shrink(x, [down]), up, scaling)
+            return out
+
+        return expanded
+
+    def updated(x: Tensor) -> Tensor:
+        out = linear(x, weight, bias)
+        dtype = out.dtype
+        for down, up, scaling in updates:
+            x = x.to(down.dtype)
+            out = out + linear(linear(x, down), up) * scaling
+        return out.to(dtype)
+
+    return updated
+
+
+def _have_ops(held: HeldLinear) -> bool:
+    """Say whether our ops add the updates and round where PEFT rounds."""
+    own = {held.base.weight.dtype}
+    dtypes = {update.dtype for update in held.updates}
+    # PEFT adds several in the wider dtype before it rounds.
+    fits = dtypes == own or (dtypes == {torch.float32} and len(held.updates) == 1)
+    return fits and all(update.up.weight.is_contiguous() for update in held.updates)
+
+
+def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
+    counters = binding.state.linear_counters
+    held = [held_linear(part.ref.module) for part in ins.parts]
+    weights = [linear.base.weight.detach() for linear in held]
+    biases = [None if h.base.bias is None else h.base.bias.detach() for h in held]
+    downs, updates, scales = _bound_updates(held)
+    sizes = [weight.shape[0] for weight in weights]
+    source, targets, residual = ins.source, ins.targets, ins.residual
+    norm = ins.norm
+    weight = None if norm is None else gain(norm)
+    eps = 0.0 if norm is None else norm.eps
+    offset = 0.0 if norm is None else norm.offset
+    cast = True if norm is None else norm.cast_before_gain
+    act, gated = ins.activation or "", ins.gated
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        x = values[source]
+        lora_x = None
+        if downs:
+            lora_x = lora_shrink(
+                x,
+                downs,
+                weight,
+                norm=norm is not None,
+                eps=eps,
+                norm_offset=offset,
+                cast_before_gain=cast,
+            )
+        out = fused_linear(
+            x,
+            weights,
+            biases,
+            weight,
+            norm=norm is not None,
+            eps=eps,
+            norm_offset=offset,
+            cast_before_gain=cast,
+            residual=None if residual is None else values[residual],
+            activation=act,
+            gated=gated,
+            counters=counters,
+            lora_x=lora_x,
+            updates=updates,
+            update_scales=scales,
+        )
+        if len(targets) == 1:
+            values[targets[0]] = out
+        else:
+            values.update(zip(targets, out.split(sizes, dim=-1), strict=True))
+
+    return call
+
+
+def _bound_updates(
+    linears: list[HeldLinear],
+) -> tuple[list[Tensor], list[Tensor] | None, list[float]]:
+    """Return the first halves of the updates, the second ones by linear, and their factors."""
+    updates = [linear.updates[0] if linear.updates else None for linear in linears]
+    present = [update for update in updates if update is not None]
+    if not present:
+        return [], None, []
+    ups = [
+        linear.base.weight.new_empty((linear.base.weight.shape[0], 0), dtype=present[0].dtype)
+        if update is None
+        else update.up.weight.detach()
+        for linear, update in zip(linears, updates, strict=True)
+    ]
+    scales = [0.0 if update is None else update.scaling for update in updates]
+    return [update.down.weight.detach() for update in present], ups, scales
