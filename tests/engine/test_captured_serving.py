@@ -107,3 +107,65 @@ def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
                 assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
     keys = {key[3] for key in graphs.code if key[0] == "serve"}
     assert {key[4] for key in keys} >= {5, 20} and graphs.num_replays > 20
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_captured_prompts_are_scored_as_others(start: int) -> None:
+    """One by one, so that every number of likely tokens is met in the same buckets."""
+
+    def run(graphs: ReplayingGraphs | None) -> dict[Any, RequestOutput]:
+        outputs: dict[Any, RequestOutput] = {}
+        number = 0
+        with make_engine(small_model(), max_num_seqs=4, lag=2) as engine:
+            if graphs is not None:
+                capture(core_of(engine), graphs, (1, 2, 4))
+            for count in (True, 1, 3, 20):
+                # The second time each bucket is captured, the third replayed with less in it.
+                for length in (6, 13, 9, 40, 33, 8, 15, 11, 38, 35, 4, 13, 9, 40, 31):
+                    engine.add_request(
+                        ids_of(length, length),
+                        max_new_tokens=2,
+                        prompt_logprobs=count,
+                        prompt_logprobs_start=start,
+                        request_id=(count is True, number),
+                    )
+                    number += 1
+                    if length % 2:  # two prompts in one step where the first is even
+                        outputs |= run_checked(engine)
+        return outputs
+
+    graphs = ReplayingGraphs()
+    captured, expected = run(graphs), run(None)
+    assert len(captured) == 60 and captured.keys() == expected.keys()
+    for name, out in captured.items():
+        wanted = expected[name]
+        assert out.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+        assert out.prompt_logprobs[:start] == [None] * start
+        assert out.prompt_logprobs[start:] == pytest.approx(
+            wanted.prompt_logprobs[start:], abs=1e-5
+        )
+        assert (out.prompt_top_logprobs is None) == (name[0])
+        for top, other in zip(
+            out.prompt_top_logprobs or (), wanted.prompt_top_logprobs or (), strict=True
+        ):
+            assert (top is None) == (other is None)
+            values = [value for _, value in top or ()]
+            assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
+            assert [token for token, _ in top or ()] == [token for token, _ in other or ()]
+    assert {key[3] for key in graphs.code if key[0] == "serve prefill"} == {0, 1, 5, 20}
+
+
+def test_scored_logits_that_would_fill_the_pool_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The logits of a token take 64 words of 4 bytes.
+    monkeypatch.setattr("torch_paged.engine.prompt_graphs._SCORED_BYTES", 32 * 64 * 4)
+    graphs = ReplayingGraphs()
+    with make_engine(small_model(), max_num_seqs=4) as engine:
+        capture(core_of(engine), graphs, (1, 2, 4))
+        for wave in range(3):
+            for length in (20, 50):
+                ids = ids_of(length, wave)
+                engine.add_request(ids, max_new_tokens=1, prompt_logprobs=1)
+                run_checked(engine)
+    assert {key[1] for key in graphs.code if key[0] == "serve prefill"} == {32}

@@ -262,7 +262,7 @@ def test_log_probabilities_are_the_models(
                     max_new_tokens=16,
                     request_id=(wave, i),
                     logprobs=count,
-                    prompt_logprobs=count if wave == 1 else None,
+                    prompt_logprobs=count if wave else None,
                     seed=i,
                     **(drawn if i == 3 else {}),
                 )
@@ -286,7 +286,7 @@ def test_log_probabilities_are_the_models(
             assert out.logprobs is None and out.top_logprobs is None
         else:
             _check_logprobs(out.logprobs, out.top_logprobs, rows, ids[0, start:], count)
-        if wave == 1 and i != 4:
+        if wave and i != 4:
             assert out.prompt_logprobs[0] is None
             top = out.prompt_top_logprobs
             _check_logprobs(

@@ -16,7 +16,7 @@ from torch_paged.engine.prompt_graphs import PrefillEnd
 from torch_paged.engine.request import Request
 from torch_paged.engine.runner import Rows
 from torch_paged.engine.sampling_state import SamplingStart
-from torch_paged.engine.scoring import cut_scored, num_scored, score_chunks, scored_span
+from torch_paged.engine.scoring import ChunkScores, cut_scored, num_scored, scored_span
 from torch_paged.engine.step import PrefillChunk, ScheduledStep
 from torch_paged.engine.tail import ServingTail
 from torch_paged.engine.top_log import TOP_SIZES, top_size
@@ -117,7 +117,7 @@ class StepLauncher:
             decoding,
             has_spans=core.step.has_spans,
         )
-        score = score_chunks(chunks, scored, packed.targets) if packed.targets.numel() else None
+        score = ChunkScores(chunks, scored, packed.targets) if packed.targets.numel() else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         runner = core.runner()
         core.state.set_prefix(packed.slots, packed.prefix)

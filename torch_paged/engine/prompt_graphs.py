@@ -32,6 +32,8 @@ from torch import Tensor
 from torch_paged.decoder.inputs import StepInputs, put_decoding
 from torch_paged.decoder.state import SlotState
 from torch_paged.engine.protocols import StepModel
+from torch_paged.engine.scores import scored_words
+from torch_paged.engine.top_log import top_size
 from torch_paged.graphs.buckets import pick_bucket
 from torch_paged.graphs.capture import GraphCache
 
@@ -47,6 +49,8 @@ _DECODING_BUCKETS = (8, 16, 32, 64, 128, 256)
 # most of the time; its padding takes the device time. So many operations of padding in a layer,
 # 0.05 ms of an H200, are worth a graph.
 _PADDING_FLOPS = 3e10
+# Logits of scored tokens stay in the graphs' pool: 256 tokens at 128k words in bfloat16.
+_SCORED_BYTES = 64 << 20
 
 
 class Tail(Protocol):
@@ -74,11 +78,28 @@ class PrefillEnd(NamedTuple):
     tail: Tail
 
 
+class Score(Protocol):
+    """What becomes of the logits of scored tokens.
+
+    Attributes:
+        count: most likely tokens that are reported of each.
+        targets: [num_scored] int64, the tokens that follow.
+    """
+
+    count: int
+    targets: Tensor
+
+    def take(self, words: Tensor) -> None:
+        """Take what `scored_words` makes of them, with at least `count` likeliest tokens."""
+        ...
+
+
 class _Size(NamedTuple):
-    """What of a step a graph has room for."""
+    """What of a step a graph has room for; `tops` is -1 where no tokens are scored."""
 
     tokens: int
     decoding: int
+    tops: int
 
 
 class _Static(NamedTuple):
@@ -86,6 +107,7 @@ class _Static(NamedTuple):
 
     inputs: StepInputs
     ends: Tensor
+    targets: Tensor
 
 
 class PromptGraphs:
@@ -105,12 +127,13 @@ class PromptGraphs:
         most = state.max_num_seqs
         self._decoding_buckets = (*(n for n in _DECODING_BUCKETS if n < most), most)
         self._max_padding = _PADDING_FLOPS / max(step.layer_flops, 1.0)
+        self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
         self._static: dict[_Size, _Static] = {}
         self._met: set[_Size] = set()
 
-    def run(self, inputs: StepInputs, end: PrefillEnd | None) -> bool:
+    def run(self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None) -> bool:
         """Run a step; False where it has no graph: then nothing was done."""
-        size = self._size(inputs)
+        size = self._size(inputs, score)
         if size is None:
             return False
         if size not in self._met:
@@ -124,25 +147,35 @@ class PromptGraphs:
             self._static[size] = static
         tail = None if end is None else end.tail
         key = ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
-        if not self._prepare(key, static, inputs, tail):
+        if not self._prepare(key, static, size, tail):
             return False
         _load(static, inputs, size)
         if end is not None:
             _load_ends(static.ends, inputs, end.slots, size)
-        self._graphs.replay(key)
+        if score is not None:
+            _put(static.targets, score.targets, 0)
+        words = self._graphs.replay(key)
+        if score is not None:
+            assert words is not None
+            # The next replay writes there.
+            score.take(words[: score.targets.shape[0]].clone())
         return True
 
-    def _prepare(
-        self, key: Hashable, static: _Static, inputs: StepInputs, tail: Tail | None
-    ) -> bool:
+    def _prepare(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
         if key in self._graphs:
             return True
 
-        def whole_step() -> None:
+        num_rows = static.ends.shape[0]
+
+        def whole_step() -> Tensor | None:
             put_decoding(self._state, static.inputs)
             logits = self._step.prefill(static.inputs)
+            words = None
+            if size.tops >= 0:
+                words = scored_words(logits[num_rows:], static.targets, size.tops)
             if tail is not None:
-                tail(logits, static.ends)
+                tail(logits[:num_rows], static.ends)
+            return words
 
         # It appends tokens, so it warms up on padding rows alone.
         static.ends.fill_(-1)
@@ -151,7 +184,7 @@ class PromptGraphs:
             mapping.fill_(-1)
         return self._graphs.prepare("a prefill", key, whole_step, warmup=whole_step)
 
-    def _size(self, inputs: StepInputs) -> _Size | None:
+    def _size(self, inputs: StepInputs, score: Score | None) -> _Size | None:
         if inputs.ids is None:
             return None
         decoding = 0 if inputs.decoding is None else inputs.decoding.shape[0]
@@ -162,30 +195,36 @@ class PromptGraphs:
         rows = pick_bucket(decoding, self._decoding_buckets) if decoding else 0
         if rows is None or tokens - num_tokens + rows - decoding > self._max_padding:
             return None
-        return _Size(tokens, rows)
+        if score is not None and tokens > self._max_scored:
+            return None
+        return _Size(tokens, rows, -1 if score is None else top_size(score.count))
 
 
 def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: bool) -> _Static:
     hole = int(size.decoding > 0)
     num_tokens, num_rows = size.decoding + size.tokens, size.decoding + _CHUNKS
+    num_scored = size.tokens if size.tops >= 0 else 0
 
     def full(count: int, dtype: torch.dtype, value: int = 0) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device=device)
 
     with torch.inference_mode(False):
         ends = full(num_rows, torch.int32, -1)
+        last_index = full(num_rows + num_scored, torch.int64)
+        last_index[: size.decoding] = torch.arange(size.decoding, device=device)
         inputs = StepInputs(
             slots=full(hole + _CHUNKS, torch.int32, -1),
             ids=full(num_tokens, torch.int64),
             positions=full(num_tokens, torch.int32),
             cu_seqlens=full(hole + _CHUNKS + 1, torch.int32),
             slot_mappings=tuple(full(num_tokens, torch.int64, -1) for _ in range(num_tables)),
-            last_index=torch.arange(num_rows, device=device),
+            last_index=last_index,
             max_query_len=size.tokens,
             decoding=ends[: size.decoding] if hole else None,
             spans=full(num_tokens, torch.int32, 1) if has_spans else None,
         )
-    return _Static(inputs, ends)
+        targets = full(num_scored, torch.int64)
+    return _Static(inputs, ends, targets)
 
 
 def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
@@ -207,7 +246,10 @@ def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
     if into.spans is not None and inputs.spans is not None:
         _put(into.spans[size.decoding :], inputs.spans[count:], 1)
     _put(into.slots[hole:], inputs.slots[hole:], -1)
-    _put(into.last_index[size.decoding :], inputs.last_index[count:] + shift, 0)
+    last = inputs.last_index[count:] + shift
+    num_rows, stop = inputs.slots.shape[0] - hole, size.decoding + _CHUNKS
+    _put(into.last_index[size.decoding : stop], last[:num_rows], 0)
+    _put(into.last_index[stop:], last[num_rows:], 0)
     # Padding rows are empty: they begin and end where the last real one ends.
     num_tokens = inputs.ids.shape[0] + shift
     _put(into.cu_seqlens[hole:], inputs.cu_seqlens[hole:] + shift, num_tokens)
@@ -224,4 +266,4 @@ def _put(target: Tensor, values: Tensor, fill: int) -> None:
     target[values.shape[0] :].fill_(fill)
 
 
-__all__: Sequence[str] = ["PrefillEnd", "PromptGraphs", "Tail"]
+__all__: Sequence[str] = ["PrefillEnd", "PromptGraphs", "Score", "Tail"]

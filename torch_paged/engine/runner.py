@@ -13,9 +13,10 @@ from torch_paged.decoder.inputs import StepInputs, put_decoding
 from torch_paged.decoder.state import SlotState, to_device
 from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
 from torch_paged.engine.prefill import CapturedPrefill
-from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Tail
+from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Score, Tail
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
+from torch_paged.engine.scores import scored_words
 from torch_paged.graphs.buckets import pick_bucket, split_batch
 from torch_paged.graphs.capture import GraphCache
 
@@ -29,9 +30,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-
-Score = Callable[[Tensor], None]
 
 
 class Runner(Protocol):
@@ -58,8 +56,7 @@ class Runner(Protocol):
 
         Args:
             end: None where no row samples a token.
-            score: takes the logits [num_scored, vocab_size] of the tokens that `last_index` has
-                behind those of the rows.
+            score: of the tokens that `last_index` has behind those of the rows.
         """
         ...
 
@@ -102,7 +99,8 @@ class EagerRunner:
         put_decoding(self._state, inputs)
         logits = self._step.prefill(inputs)
         if score is not None:
-            score(logits[inputs.slots.shape[0] :])
+            scored = logits[-score.targets.shape[0] :]
+            score.take(scored_words(scored, score.targets, score.count))
         if end is not None:
             end.tail(logits[: end.slots.shape[0]], end.slots)
 
@@ -176,10 +174,8 @@ class CapturedRunner:
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
     ) -> None:
-        # Logits of a whole prompt should not stay in the graphs' pool, and the padding tokens of a
-        # bucket would go into states.
-        alone = score is not None or self._step.keeps_state
-        if alone or not self._prompt_graphs.run(inputs, end):
+        # The padding tokens of a bucket would go into states.
+        if self._step.keeps_state or not self._prompt_graphs.run(inputs, end, score):
             self._eager.serve_prefill(inputs, end, score)
 
     def _serve_part(self, slots: tuple[int, ...], index: Tensor, tail: Tail) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_paged.engine.params import SamplingParams
+from torch_paged.ops.token_logprobs import token_logprobs
+from torch_paged.ops.top_logprobs import top_logprobs
 
 _T = TypeVar("_T")
 _FIRST_CAPACITY = 16
@@ -212,6 +214,15 @@ class PromptTopView(_View["TopLogprobs | None"]):
         return _pairs(self._words[index - self._first]) if index >= self._first else None
 
 
+def scored_words(logits: Tensor, targets: Tensor, count: int) -> Tensor:
+    """Return what logits [num_rows, vocab_size] say of `targets` [num_rows] int64.
+
+    Words as `pack_scores` has them, with the `count` likeliest tokens.
+    """
+    top = top_logprobs(logits, count) if count else None
+    return pack_scores(token_logprobs(logits, targets), top)
+
+
 def pack_scores(logprobs: Tensor, top: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return words [num_rows, 1 + n, 2] int32: of the row's own token, then of the likeliest n.
 
@@ -240,4 +251,11 @@ def _pairs(words: Any) -> TopLogprobs:
     return [(token, value) for token, value in pairs if token >= 0]
 
 
-__all__ = ["PromptScores", "TopHistory", "TopLogprobs", "TopView", "pack_scores"]
+__all__ = [
+    "PromptScores",
+    "TopHistory",
+    "TopLogprobs",
+    "TopView",
+    "pack_scores",
+    "scored_words",
+]

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_paged.engine.job import Job
-from torch_paged.engine.runner import Score
-from torch_paged.engine.scores import PromptScores, pack_scores
+from torch_paged.engine.scores import PromptScores
 from torch_paged.engine.step import PrefillChunk
-from torch_paged.ops.token_logprobs import token_logprobs
-from torch_paged.ops.top_logprobs import top_logprobs
 
 # Most bytes of logits that one launch computes for scores: 1024 tokens at 128k words in bfloat16.
 _LOGITS_BYTES = 256 << 20
@@ -56,27 +53,34 @@ def cut_scored(
         yield part
 
 
-def score_chunks(
-    chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]], targets: Tensor
-) -> Score:
-    """Return what turns the logits of the scored tokens into scores of the chunks' prompts.
+class ChunkScores:
+    """Takes what the logits of the scored tokens of some chunks say to the prompts of these.
 
     Args:
         scored: of each chunk, how many tokens are skipped, and then scored.
         targets: [num_scored] int64, the tokens that follow.
-    """
-    count = max(_count(chunk) for chunk, (_, num) in zip(chunks, scored, strict=True) if num)
 
-    def score(logits: Tensor) -> None:
-        top = top_logprobs(logits, count) if count else None
-        words = _to_host(pack_scores(token_logprobs(logits, targets), top))
-        parts = words.split([num for _, num in scored])
-        for chunk, (skipped, _), part in zip(chunks, scored, parts, strict=True):
+    Attributes:
+        count: most likely tokens that some chunk asks for.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PrefillChunk],
+        scored: Sequence[tuple[int, int]],
+        targets: Tensor,
+    ) -> None:
+        self.targets = targets
+        self.count = max(_count(c) for c, (_, num) in zip(chunks, scored, strict=True) if num)
+        self._spans = list(zip(chunks, scored, strict=True))
+
+    def take(self, words: Tensor) -> None:
+        """Take words [num_scored, 1 + n, 2] int32, n at least `count`; nothing waits for them."""
+        parts = _to_host(words).split([num for _, (_, num) in self._spans])
+        for (chunk, (skipped, _)), part in zip(self._spans, parts, strict=True):
             scores = _scores(chunk)
             if scores is not None and len(part):
                 scores.add(chunk.start + skipped, part)
-
-    return score
 
 
 def _cut(chunk: PrefillChunk, limit: int) -> tuple[PrefillChunk, PrefillChunk | None]:
@@ -108,4 +112,4 @@ def _to_host(words: Tensor) -> Tensor:
     return host.copy_(words, non_blocking=True)
 
 
-__all__ = ["cut_scored", "num_scored", "score_chunks", "scored_span"]
+__all__ = ["ChunkScores", "cut_scored", "num_scored", "scored_span"]
