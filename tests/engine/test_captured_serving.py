@@ -105,7 +105,7 @@ def test_captured_steps_report_as_many_likely_tokens_as_their_rows_ask_for(
                 assert (top is None) == (other is None)
                 values = [value for _, value in top or ()]
                 assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
-    keys = {key[3] for key in graphs.code if key[0] == "serve"}
+    keys = {key[2] for key in graphs.code if key[0] == "serve"}
     assert {key[4] for key in keys} >= {5, 20} and graphs.num_replays > 20
 
 
@@ -152,7 +152,7 @@ def test_captured_prompts_are_scored_as_others(start: int) -> None:
             values = [value for _, value in top or ()]
             assert values == pytest.approx([value for _, value in other or ()], abs=1e-5)
             assert [token for token, _ in top or ()] == [token for token, _ in other or ()]
-    assert {key[3] for key in graphs.code if key[0] == "serve prefill"} == {0, 1, 5, 20}
+    assert {key[4] for key in graphs.code if key[0] == "serve prefill"} == {0, 1, 5, 20}
 
 
 def test_scored_logits_that_would_fill_the_pool_are_not_captured(
@@ -168,4 +168,4 @@ def test_scored_logits_that_would_fill_the_pool_are_not_captured(
                 ids = ids_of(length, wave)
                 engine.add_request(ids, max_new_tokens=1, prompt_logprobs=1)
                 run_checked(engine)
-    assert {key[1] for key in graphs.code if key[0] == "serve prefill"} == {32}
+    assert {key[2] for key in graphs.code if key[0] == "serve prefill"} == {32}
