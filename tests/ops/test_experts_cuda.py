@@ -149,3 +149,22 @@ def test_nothing_waits_for_the_device() -> None:
             experts(x, ids, weights, *layer, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_experts_past_two_billion_elements_are_found(num_tokens: int) -> None:
+    gate_up = torch.empty(160, 4096, 4096, dtype=torch.bfloat16, device="cuda")
+    down = torch.empty(160, 4096, 2048, dtype=torch.bfloat16, device="cuda")
+    assert gate_up[-1].storage_offset() > 2**31
+    for weight in (gate_up, down):
+        weight[-2:].normal_(std=0.02)
+    x = torch.randn(num_tokens, 4096, device="cuda").bfloat16()
+    ids = torch.tensor([[159, 158]] * num_tokens, dtype=torch.int32, device="cuda")
+    weights = torch.full((num_tokens, 2), 0.5, device="cuda")
+    out = experts(x, ids, weights, gate_up, down)
+    places = ids - 158
+    low = experts_reference(x, places, weights, gate_up[-2:], down[-2:])
+    few = (gate_up[-2:].double(), down[-2:].double())
+    want = experts_reference(x.double(), places, weights.double(), *few)
+    error = (out - want).abs().max()
+    assert error <= 2 * ((low - want).abs().max() + 2**-9 * want.abs().max())
