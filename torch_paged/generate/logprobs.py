@@ -117,13 +117,12 @@ class RecordingSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         if self._watches_ids:
             self._history.observe()
-        scores = unfiltered = logits.to(dtype=torch.float32, copy=True)
-        for index, transform in enumerate(self._transforms):
-            if index == self._num_unfiltered:
-                unfiltered = scores.clone()
+        scores = logits.to(dtype=torch.float32, copy=True)
+        for transform in self._transforms[: self._num_unfiltered]:
             scores = transform(scores, self._history)
-            if index < self._num_unfiltered:
-                unfiltered = scores
+        unfiltered = scores  # no transform of ours writes to what it is given
+        for transform in self._transforms[self._num_unfiltered :]:
+            scores = transform(scores, self._history)
         if self.draws:
             probs = torch.softmax(scores, dim=-1)
             tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
