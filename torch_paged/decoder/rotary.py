@@ -56,16 +56,18 @@ def first_floor(spec: DecoderSpec, span: Tensor) -> Tensor:
 
 def remember(spec: DecoderSpec, first: Tensor, last: Tensor) -> None:
     """Leave in the modules what forwards over lengths from `first` to `last` leave there."""
-    for rotary, change in _dynamic(spec):
-        reached = _reached(rotary, change, last.device)
-        least = torch.where(first < change.limit, change.limit, reached)
-        longest = torch.maximum(least, last)
-        short = inverse_frequencies(rotary)
-        grown = dynamic_frequencies(longest[None], short, change.limit, change.base, change.factor)
-        module: Any = rotary.ref.module
-        setattr(module, change.memory, longest)
-        frequencies = torch.where(longest > change.limit, grown[0], short)
-        module.register_buffer(change.live, frequencies, persistent=False)
+    # Tensors of inference_mode would spoil a later forward in training.
+    with torch.inference_mode(False), torch.no_grad():
+        for rotary, change in _dynamic(spec):
+            reached = _reached(rotary, change, last.device)
+            least = torch.where(first < change.limit, change.limit, reached)
+            longest = torch.maximum(least, last)
+            short, formula = inverse_frequencies(rotary), (change.base, change.factor)
+            grown = dynamic_frequencies(longest[None], short, change.limit, *formula)[0]
+            module: Any = rotary.ref.module
+            setattr(module, change.memory, longest)
+            frequencies = torch.where(longest > change.limit, grown, short)
+            module.register_buffer(change.live, frequencies, persistent=False)
 
 
 @contextlib.contextmanager
