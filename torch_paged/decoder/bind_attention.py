@@ -124,15 +124,14 @@ def bind_decode_attention(ins: Attention, binding: Binding) -> Call:
 def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     """Norm, rotary and cache write of packed prompts, then attention over the paged cache."""
     spec, target, tables = ins.spec, ins.target, ins.tables
-    heads = _split_heads(spec, ins.projections)
-    norms, sinks = _head_norms(spec), _sinks(spec)
+    heads, norms = _split_heads(spec, ins.projections), _head_norms(spec)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
-    block_table, context_lens = binding.block_table(ins.layer), binding.state.context_lens
-    table, counters = binding.tables[ins.layer], binding.state.counters
+    table = binding.tables[ins.layer]
+    attend = _bind_attend(ins, binding)
     width = spec.num_heads * spec.v_head_dim
 
     def call(values: Values, inputs: StepInputs) -> None:
-        assert inputs.slot_mappings and inputs.cu_seqlens is not None
+        assert inputs.slot_mappings
         query, key, value = heads(values)
         rotary_cache_write(
             query,
@@ -150,37 +149,41 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             cast_before_gain=norms.cast,
             interleaved=spec.interleaved,
         )
-        rows = inputs.token_rows
-        if rows is not None:
-            out = paged_decode_attention(
-                query,
-                k_cache,
-                v_cache,
-                rows.block_tables[table],
-                rows.slots,
-                rows.context_lens,
-                counters,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=sinks,
-            )
-            values[target] = out.view(out.shape[0], width)
-            return
-        out = paged_prefill_attention(
-            query,
-            k_cache,
-            v_cache,
-            block_table,
-            inputs.slots,
-            inputs.cu_seqlens,
-            context_lens,
-            max_query_len=inputs.max_query_len,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=sinks,
-        )
+        out = attend(query, inputs)
         values[target] = out.view(out.shape[0], width)
 
     return call
+
+
+def _bind_attend(ins: Attention, binding: Binding) -> Callable[[Tensor, StepInputs], Tensor]:
+    """Attention of tokens [num_tokens, num_heads, head_dim] whose keys and values are written."""
+    spec, sinks, state = ins.spec, _sinks(ins.spec), binding.state
+    caches = (binding.keys[ins.layer], binding.values[ins.layer])
+    block_table, table = binding.block_table(ins.layer), binding.tables[ins.layer]
+    kinds = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=sinks)
+
+    def attend(query: Tensor, inputs: StepInputs) -> Tensor:
+        rows = inputs.token_rows
+        if rows is not None:
+            return paged_decode_attention(
+                query,
+                *caches,
+                rows.block_tables[table],
+                rows.slots,
+                rows.context_lens,
+                state.counters,
+                **kinds,
+            )
+        assert inputs.cu_seqlens is not None
+        return paged_prefill_attention(
+            query,
+            *caches,
+            block_table,
+            inputs.slots,
+            inputs.cu_seqlens,
+            state.context_lens,
+            max_query_len=inputs.max_query_len,
+            **kinds,
+        )
+
+    return attend
