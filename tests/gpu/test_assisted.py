@@ -10,6 +10,7 @@ import torch_paged
 from torch_paged.engine.batch import PackedPrompts
 from torch_paged.engine.extend import EXTEND_BUCKETS
 from torch_paged.engine.row_run import RowRun
+from torch_paged.engine.runner import EagerRunner
 from torch_paged.generate.drafts import Drafter
 from torch_paged.generate.registry import find_session
 
@@ -47,16 +48,20 @@ def row_logits(model, ids, sizes, *, captured):
     prompts = PackedPrompts((40,), ids[0, :40], None, positions, positions[-1:])
     pieces, start = [], 40
     runner = core.runner
+
+    def eager():
+        runner()  # binds
+        return EagerRunner(core.step, core.state)
+
     with torch.no_grad(), RowRun(core, prompts) as run:
         run.prefill()
-        if not captured:
-            core.runner = core.eager_runner
+        core.runner = runner if captured else eager
         try:
             for size in sizes:
                 pieces.append(run.extend(ids[0, start : start + size]).clone())
                 start += size
         finally:
-            core.runner = runner
+            del core.runner
     return torch.cat(pieces)
 
 

@@ -161,29 +161,18 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
     Rows that decode beside them take the kernel of a decode step.
     """
     spec, target, tables = ins.spec, ins.target, ins.tables
-    heads, attend = _split_heads(spec, ins.projections), _decode_rows(ins, binding)
-    norms, sinks = _head_norms(spec), _sinks(spec)
+    heads, norms = _split_heads(spec, ins.projections), _head_norms(spec)
+    attend_decoding, attend = _decode_rows(ins, binding), _bind_attend(ins, binding)
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
-    block_table, prefix_lens = binding.block_table(ins.layer), binding.state.prefix_lens
-    table, counters = binding.tables[ins.layer], binding.state.counters
-    limits = {"window": spec.window, "softcap": spec.softcap, "sinks": sinks}
+    table = binding.tables[ins.layer]
     width = spec.num_heads * spec.v_head_dim
-    plain = not (spec.softcap or spec.sinks)
-
-    def within(inputs: StepInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Attend within a whole prompt, where that needs no cache and is served."""
-        if not (inputs.whole_prompt and plain):
-            return None
-        if 0 < spec.window < query.shape[0]:
-            return None
-        return whole_prompt_attention(query, key, value, spec.scale)
 
     def call(values: Values, inputs: StepInputs) -> None:
-        assert inputs.slot_mappings and inputs.cu_seqlens is not None
+        assert inputs.slot_mappings
         query, key, value = heads(values)
         cos, sin = _rotation(tables, values)
         # Before the next op rotates all queries and keys in place, theirs for nothing.
-        decoded = _decode_in_front(attend, (query, key, value), cos, sin, inputs.decoding)
+        decoded = _decode_in_front(attend_decoding, (query, key, value), cos, sin, inputs.decoding)
         rotary_cache_write(
             query,
             key,
@@ -200,35 +189,56 @@ def bind_prefill_attention(ins: Attention, binding: Binding) -> Call:
             cast_before_gain=norms.cast,
             interleaved=spec.interleaved,
         )
-        rows = inputs.token_rows
-        out = within(inputs, query, key, value)
-        if rows is not None:
-            out = paged_decode_attention(
-                query,
-                k_cache,
-                v_cache,
-                rows.block_tables[table],
-                rows.slots,
-                rows.context_lens,
-                counters,
-                scale=spec.scale,
-                **limits,
-            )
-        elif out is None:
-            out = paged_prefill_attention(
-                query,
-                k_cache,
-                v_cache,
-                block_table,
-                inputs.slots,
-                inputs.cu_seqlens,
-                prefix_lens,
-                max_query_len=inputs.max_query_len,
-                scale=spec.scale,
-                **limits,
-            )
+        out = _within_prompt(spec, inputs, query, key, value)
+        if out is None:
+            out = attend(query, inputs)
         if decoded is not None:
             out[: decoded.shape[0]].copy_(decoded)
         values[target] = out.reshape(out.shape[0], width)
 
     return call
+
+
+def _bind_attend(ins: Attention, binding: Binding) -> Callable[[Tensor, StepInputs], Tensor]:
+    """Attention of tokens [num_tokens, num_heads, head_dim] whose keys and values are written."""
+    spec, sinks, state = ins.spec, _sinks(ins.spec), binding.state
+    caches = (binding.keys[ins.layer], binding.values[ins.layer])
+    block_table, table = binding.block_table(ins.layer), binding.tables[ins.layer]
+    kinds = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "sinks": sinks}
+
+    def attend(query: Tensor, inputs: StepInputs) -> Tensor:
+        rows = inputs.token_rows
+        if rows is not None:
+            return paged_decode_attention(
+                query,
+                *caches,
+                rows.block_tables[table],
+                rows.slots,
+                rows.context_lens,
+                state.counters,
+                **kinds,
+            )
+        assert inputs.cu_seqlens is not None
+        return paged_prefill_attention(
+            query,
+            *caches,
+            block_table,
+            inputs.slots,
+            inputs.cu_seqlens,
+            state.prefix_lens,
+            max_query_len=inputs.max_query_len,
+            **kinds,
+        )
+
+    return attend
+
+
+def _within_prompt(
+    spec: AttentionSpec, inputs: StepInputs, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor | None:
+    """Attend within a whole prompt, where that needs no cache and is served."""
+    if not inputs.whole_prompt or spec.softcap or spec.sinks:
+        return None
+    if 0 < spec.window < query.shape[0]:
+        return None
+    return whole_prompt_attention(query, key, value, spec.scale)
