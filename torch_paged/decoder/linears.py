@@ -101,9 +101,11 @@ def _read(module: nn.Module) -> HeldLinear | str:
 
 def _update_reason(layer: Any, name: str) -> str:
     """Say how an adapter departs from ``scaling * up(down(x))``, or return ""."""
-    if name in layer.lora_variant:
-        return f"is of a variant, {type(layer.lora_variant[name]).__name__}"
-    if name in layer.lora_magnitude_vector:
+    # Older versions of PEFT lack some of these.
+    variants = getattr(layer, "lora_variant", {})
+    if name in variants:
+        return f"is of a variant, {type(variants[name]).__name__}"
+    if getattr(layer, "use_dora", {}).get(name) or name in layer.lora_magnitude_vector:
         return "has a magnitude vector"
     dropout = layer.lora_dropout[name]
     if type(dropout) not in (nn.Identity, nn.Dropout):
@@ -120,6 +122,7 @@ def _update_reason(layer: Any, name: str) -> str:
     down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
     if down.dtype != up.dtype:
         return f"has halves in {down.dtype} and {up.dtype}"
-    if down.dtype != layer.base_layer.weight.dtype and not layer.cast_input_dtype_enabled:
+    casts = getattr(layer, "cast_input_dtype_enabled", True)
+    if down.dtype != layer.base_layer.weight.dtype and not casts:
         return "does not cast its input"
     return ""
