@@ -99,14 +99,29 @@ class DecodeClock:
 
     def watch_blocks(self, request: Request) -> None:
         """Have a row come up in `rows_to_grow` when the blocks that it has now are full."""
-        capacity = request.num_columns * self._block_size
-        if capacity < request.max_kv_tokens:
-            full = request.decode_since + capacity - request.num_computed_tokens
+        self.watch_tokens(request, request.num_columns * self._block_size)
+
+    def watch_tokens(self, request: Request, num_tokens: int) -> None:
+        """Have a row come up in `rows_to_grow` when it has filled blocks for so many tokens."""
+        if num_tokens < request.max_kv_tokens:
+            full = request.decode_since + num_tokens - request.num_computed_tokens
             self._growths.note(full, request)
 
     def ended_rows(self) -> Iterator[Request]:
         """Rows that have reached their length limit, each once."""
         return self._endings.due(self.step)
+
+    def tokens_to_hold(self, num_steps: int) -> list[tuple[Request, int]]:
+        """Return `rows_to_grow`, and for how many tokens each then needs blocks."""
+        until = self.step + num_steps
+        return [
+            # Past its limit a row decodes no more.
+            (
+                row,
+                min(row.num_computed_tokens + until - row.decode_since, row.max_kv_tokens),
+            )
+            for row in self.rows_to_grow(num_steps)
+        ]
 
     def rows_to_grow(self, num_steps: int) -> Iterator[Request]:
         """Rows whose blocks do not last for the next `num_steps` steps, each once."""

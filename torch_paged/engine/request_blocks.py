@@ -82,15 +82,17 @@ class RequestBlocks:
         None if not all of these are free: then nobody got one.
         """
         size = self._block_size
-        missing: list[tuple[int | None, HeldBlocks, int, int]] = []  # slot, of it, since, columns
+        # Slot, blocks held, first new column, and how many columns.
+        missing: list[tuple[int | None, HeldBlocks, int, int]] = []
         total = 0
         for request, num_tokens in rows:
             end = -(-num_tokens // size)
             for held in request.blocks:
-                since = held.end
+                num_tables = held.kind.num_tables
+                since = held.first + len(held.ids) // num_tables
                 if end > since:
                     missing.append((request.slot, held, since, end - since))
-                    total += (end - since) * held.kind.num_tables
+                    total += (end - since) * num_tables
         ids = self._take(total)
         if ids is None:
             return None
@@ -108,6 +110,10 @@ class RequestBlocks:
             else:
                 updates += held.updates(slot, since)
         return updates
+
+    def whole(self, num_tokens: int) -> int:
+        """Return for how many tokens the blocks of `num_tokens` have room."""
+        return self._columns(num_tokens) * self._block_size
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Return how many blocks a request lacks for `num_tokens` tokens."""

@@ -321,21 +321,20 @@ class Scheduler:
 
     def _grow_at_once(self, num_steps: int) -> bool:
         """Give every row the blocks of its next steps, if that many are free for all of them."""
-        due = list(self._clock.rows_to_grow(num_steps))
+        due = self._clock.tokens_to_hold(num_steps)
         if not due:
             return True
-        for request in due if self._blocks.has_window else ():
+        for request, _ in due if self._blocks.has_window else ():
             self._blocks.drop_behind(request, self.num_computed_tokens(request))
-        computed = map(self.num_computed_tokens, due)
-        ends = [
-            min(tokens + num_steps, request.max_kv_tokens)
-            for request, tokens in zip(due, computed, strict=True)
-        ]
-        updates = self._blocks.grow_all(list(zip(due, ends, strict=True)))
-        self._draft.block_updates += updates or ()
-        for request in due:
-            self._clock.watch_blocks(request)
-        return updates is not None
+        updates = self._blocks.grow_all(due)
+        if updates is None:
+            for request, _ in due:
+                self._clock.watch_blocks(request)
+            return False
+        self._draft.block_updates += updates
+        for request, num_tokens in due:
+            self._clock.watch_tokens(request, self._blocks.whole(num_tokens))
+        return True
 
     def _grow_rows(self, num_steps: int, *, preempt: bool) -> None:
         for request in self._clock.rows_to_grow(num_steps):
