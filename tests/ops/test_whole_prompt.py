@@ -35,7 +35,17 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
-def test_the_cpu_and_short_prompts_are_left_to_the_paged_kernel() -> None:
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 100])
+def test_matches_float64_on_a_cpu(heads: tuple[int, int, int], num_tokens: int) -> None:
+    parts = make_heads(heads, num_tokens, torch.float32, "cpu")
+    out = whole_prompt_attention(*parts, 0.3)
+    assert out is not None and out.shape == parts[0].shape
+    want = oracle(*(part.double() for part in parts), 0.3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_on_a_cpu_is_left_to_the_paged_reference() -> None:
     for num_tokens in (8, WHOLE_PROMPT_TOKENS):
         parts = make_heads((4, 2, 16), num_tokens, torch.bfloat16, "cpu")
         assert whole_prompt_attention(*parts, 0.25) is None

@@ -1,7 +1,8 @@
 """Causal attention within one whole prompt, of which the cache holds nothing yet.
 
 Nothing has to be looked up by blocks then, and from `WHOLE_PROMPT_TOKENS` on cuDNN's kernel is
-quicker than the paged one (benchmarks/ops_attention.py).
+quicker than the paged one (benchmarks/ops_attention.py). On a CPU torch's own is quicker than the
+paged reference at any length.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 # Below it the two are alike, and cuDNN plans anew for each length.
 WHOLE_PROMPT_TOKENS = 1024
@@ -22,7 +24,7 @@ def _hopper_or_newer(index: int) -> bool:
 def whole_prompt_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor | None:
-    """Attend causally within one prompt; None where cuDNN does not serve it.
+    """Attend causally within one prompt; None where the paged kernel is to serve it.
 
     Args:
         query: [num_tokens, num_heads, head_dim], last dim contiguous; keys and values likewise
@@ -32,20 +34,25 @@ def whole_prompt_attention(
     Returns:
         [num_tokens, num_heads, v_head_dim], dtype of `query`.
     """
-    if query.shape[0] < WHOLE_PROMPT_TOKENS or query.dtype == torch.float32 or not query.is_cuda:
-        return None
-    if not _hopper_or_newer(query.device.index or 0):
-        return None
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-    if not torch.backends.cuda.can_use_cudnn_attention(parameters):
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+    if not (query.is_cuda and _cudnn_serves(q, k, v)):
         return None
     # Not through scaled_dot_product_attention: choosing a backend there is global state.
-    out = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        q, k, v, None, False, is_causal=True, scale=scale
-    )[0]
-    heads: torch.Tensor = out.squeeze(0).transpose(0, 1)
-    return heads
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    heads: torch.Tensor = cudnn(q, k, v, None, False, is_causal=True, scale=scale)[0]
+    return heads.squeeze(0).transpose(0, 1)
+
+
+def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    if q.shape[2] < WHOLE_PROMPT_TOKENS or q.dtype == torch.float32:
+        return False
+    if not _hopper_or_newer(q.device.index or 0):
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(parameters))
 
 
 __all__ = ["WHOLE_PROMPT_TOKENS", "whole_prompt_attention"]
