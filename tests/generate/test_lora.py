@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from models import greedy, padded_prompts, prompt, tiny
+from models import greedy, padded_prompts, prompt, tiny, tiny_family
 from transformers import LlamaConfig
 
 import torch_paged
+from torch_paged.errors import UnsupportedModelError
 
 peft = pytest.importorskip("peft")
 
@@ -398,3 +400,17 @@ def test_prompt_learning(kind, base, batch, accelerate) -> None:
     arguments = {"attention_mask": options["attention_mask"], "max_new_tokens": NUM_TOKENS}
     expected = copied.generate(input_ids=ids, do_sample=False, **arguments)
     assert torch.equal(model.generate(input_ids=ids, do_sample=False, **arguments), expected)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "activated"])
+def test_an_engine_refuses_what_is_applied_in_generate(kind: str, device, accelerate) -> None:
+    model = tiny_family("llama", device)
+    if kind == "prompt":
+        config: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    else:
+        targets = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        config = peft.LoraConfig(r=4, alora_invocation_tokens=[5, 9], **targets)
+    wrapped = peft.get_peft_model(model, config).eval()
+    with pytest.raises(UnsupportedModelError, match="applied by PEFT's own"):
+        torch_paged.Engine(wrapped)
+    assert not torch_paged.is_accelerated(wrapped)

@@ -334,3 +334,20 @@ def test_a_kind_of_layer_with_changing_frequencies(kind, device, accelerate) -> 
     for length in lengths:
         ids, mask = padded_prompts((20, length), device)
         assert_same(model, ids, plain=plain, attention_mask=mask, num_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"output_scores": True, "return_dict_in_generate": True}],
+    ids=["device", "beams", "stepped"],
+)
+def test_the_length_that_is_remembered_is_that_of_the_last_forward(
+    options: dict[str, object], device, accelerate
+) -> None:
+    plain = tiny(LlamaConfig, 4, device, rope_parameters=DYNAMIC, max_position_embeddings=24)
+    fast = accelerate(copy.deepcopy(plain))
+    for tokens in (12, 1):
+        for model in (plain, fast):
+            greedy(model, prompt(20, 6, device=device), num_tokens=tokens, **options)
+        memories = [int(m.model.rotary_emb.max_seq_len_cached) for m in (plain, fast)]
+        assert memories[0] == memories[1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import cache_of, greedy, left_pad, padded_prompts, prompt, seeded
 from torch import nn
+from transformers import DynamicCache
 
 import torch_paged
 from torch_paged.generate.registry import find_session
@@ -168,3 +169,18 @@ def test_a_state_outside_the_cache_is_left_to_hugging_face(device) -> None:
     report = torch_paged.explain(fast)
     assert report.tier == "eager"
     assert any("state outside the cache" in r or "state of their own" in r for r in report.reasons)
+
+
+def test_a_cache_without_keys_is_told_from_one_that_was_used(device) -> None:
+    plain = copy.deepcopy(original("mamba2")).to(device)
+    fast = torch_paged.accelerate(copy.deepcopy(plain))
+    ids = prompt(7, 5, vocabulary(plain), device)
+    name = next(n for n in seams.CACHE_NAMES if n in seams.forward_arguments(plain))
+    outputs = []
+    for model in (plain, fast):
+        cache = DynamicCache(config=model.config)
+        first = greedy(model, ids, num_tokens=6, **{name: cache})
+        outputs.append((first, greedy(model, first, num_tokens=6, **{name: cache})))
+    for got, expected in zip(*outputs, strict=True):
+        assert torch.equal(got, expected)
+    assert torch_paged.explain(fast).last_call.path == "eager"

@@ -83,7 +83,7 @@ def test_captured_extensions_equal_eager_ones_where_nothing_is_padded(model):
     for _ in range(2):
         assert torch.equal(row_logits(model, ids, EXTEND_BUCKETS, captured=True), eager)
     graphs = find_session(model).core.graphs
-    assert {("extend", size) for size in EXTEND_BUCKETS} <= set(graphs.keys())
+    assert {("extend", 0, size) for size in EXTEND_BUCKETS} <= set(graphs.keys())
 
 
 def test_logits_are_as_near_to_float32_as_hugging_faces(model):

@@ -44,6 +44,7 @@ _DOWN = {"HAS_RESIDUAL": True}
 _LORA = {"RANK0": 16, "MAX_RANK": 16}
 _LORA_TWO = {**_LORA, "RANK1": 16}
 _LORA_THREE = {**_LORA_TWO, "RANK2": 16}
+_LORA_LARGE = {"RANK0": 256, "RANK1": 256, "RANK2": 256, "MAX_RANK": 256}
 _ODD = {"EVEN_K": False, "EVEN_N": False, "VEC": 1}
 
 
@@ -230,6 +231,7 @@ TARGETS = [
     _small_gemm("lora-gated-4096", (16, 1, 4, 1, 128), 4096, **_GATED, **_LORA_TWO),
     _small_gemm("lora-down-14336", (16, 4, 8, 1, 128), 14336, **_DOWN, **_LORA),
     _tile_gemm("lora-qkv-4096-32", (64, 64, 4, 4, 4), 4096, 32, **_QKV, **_LORA_THREE),
+    _tile_gemm("lora-256-qkv-4096", (128, 64, 4, 4, 4), 4096, 64, **_QKV, **_LORA_LARGE),
     _tile_gemm("lora-gated-4096-64", (64, 64, 4, 1, 4), 4096, 64, **_GATED, **_LORA_TWO),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

@@ -9,19 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_paged.decoder.spec import DecoderSpec, RotaryChange, RotarySpec
 from torch_paged.ops.rotary_by_span import dynamic_frequencies
 
+# Tables that plans read besides the buffers themselves: graphs hold their addresses, and outlive
+# the plans that they were captured from.
+_tables: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _table(module: nn.Module, name: str, source: Tensor) -> Tensor:
+    """Return what `source` holds as float32, for one module and name always at one place."""
+    tables = _tables.setdefault(module, {})
+    table = tables.get(name)
+    # Made under inference_mode, it could not be written outside of it.
+    with torch.inference_mode(False):
+        if table is None or table.shape != source.shape or table.device != source.device:
+            table = tables[name] = torch.empty_like(source, dtype=torch.float32)
+        return table.copy_(source)
+
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
     """Return the table [rotary_dim / 2] as float32, as transformers reads it."""
-    return getattr(spec.ref.module, spec.buffer).detach().float()
+    source = getattr(spec.ref.module, spec.buffer).detach()
+    if source.dtype == torch.float32:
+        return source
+    return _table(spec.ref.module, spec.buffer, source)
 
 
 def long_frequencies(spec: RotarySpec, like: Tensor) -> Tensor | None:
@@ -92,5 +111,7 @@ def _dynamic(spec: DecoderSpec) -> Iterator[tuple[RotarySpec, RotaryChange]]:
 
 
 def _reached(rotary: RotarySpec, change: RotaryChange, device: torch.device) -> Tensor:
-    # An int at first; Hugging Face's own forward leaves a tensor.
-    return torch.as_tensor(getattr(rotary.ref.module, change.memory), device=device)
+    reached = getattr(rotary.ref.module, change.memory)
+    if isinstance(reached, Tensor):  # as Hugging Face's own forward leaves it
+        return reached.to(device)
+    return torch.full((), reached, dtype=torch.int64, device=device)

@@ -90,6 +90,7 @@ class BatchRun:
         self._first_span: Tensor | None = None
         self._floor: Tensor | int = 0
         self._kept: int | None = None
+        self._fed = 0  # forwards of the caller's own loop
 
     def __enter__(self) -> BatchRun:
         return self
@@ -97,8 +98,9 @@ class BatchRun:
     def __exit__(self, *exc_info: object) -> None:
         self._blocks.close()
         if self._first_span is not None:
-            steps = self._launched if self._kept is None else self._kept
-            last = self._first_span + max(steps - 1, 0)
+            # Forwards behind the prompt: a token that is not fed any more has none.
+            steps = self._fed if self._kept is None else max(self._kept - 1, 0)
+            last = self._first_span + steps
             self._core.step.remember_spans(self._first_span, last)
 
     @property
@@ -286,6 +288,7 @@ class BatchRun:
     def next_logits(self, *, captured: bool = True) -> Tensor:
         """Run the forward of the next step; logits [num_rows, vocab_size], until the next call."""
         self._ensure_blocks()
+        self._fed += 1
         runner = self._core.runner() if captured else self._core.eager_runner()
         return runner.logits(self.rows)
 

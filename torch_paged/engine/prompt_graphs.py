@@ -130,6 +130,7 @@ class PromptGraphs:
         self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
         self._static: dict[_Size, _Static] = {}
         self._met: set[_Size] = set()
+        self._refused: set[Hashable] = set()
 
     def run(self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None) -> bool:
         """Run a step; False where it has no graph: then nothing was done."""
@@ -147,7 +148,7 @@ class PromptGraphs:
             self._static[size] = static
         tail = None if end is None else end.tail
         key = ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
-        if not self._prepare(key, static, size, tail):
+        if not self._has_graph(key, static, size, tail):
             return False
         _load(static, inputs, size)
         if end is not None:
@@ -160,6 +161,16 @@ class PromptGraphs:
             # The next replay writes there.
             score.take(words[: score.targets.shape[0]].clone())
         return True
+
+    def _has_graph(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
+        if key in self._refused:
+            return False
+        try:
+            return self._prepare(key, static, size, tail)
+        except torch.OutOfMemoryError:
+            # The step itself may run, op by op; trying again in each step would cost more.
+            self._refused.add(key)
+            return False
 
     def _prepare(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
         if key in self._graphs:

@@ -40,9 +40,9 @@ class RowRun(BatchRun):
 
     def prefill(self) -> Tensor:
         """Compute the prompt; returns logits [1, vocab_size] of its last token."""
-        logits = super().prefill()
+        # Read before anything is launched that the host would wait for.
         self._shift = int(self._prompts.last_positions[0]) + 1 - self.num_tokens
-        return logits
+        return super().prefill()
 
     def extend(self, ids: Tensor) -> Tensor:
         """Append tokens [num_tokens]; logits [num_tokens, vocab_size] until the next launch."""

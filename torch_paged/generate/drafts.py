@@ -58,6 +58,7 @@ class Drafter:
         self._rows = stack.enter_context(contextlib.ExitStack())
         self._run: RowRun | None = None
         self._call: Call | None = None
+        self._eos: frozenset[int] = frozenset()
         self._lasts = False  # the call is the same in every round
         self._padding = 0  # columns of the ids that are not in the row
         self._num_seen = 0  # columns of the ids that were looked at
@@ -106,6 +107,13 @@ class Drafter:
         config = copy.copy(config)
         config.is_assistant = config.return_dict_in_generate = False
         self._call = Call(input_ids, processors, criteria, config, False, None, kwargs)
+        # Read once: behind a step that runs, the host would wait for it.
+        self._eos = frozenset(
+            token
+            for criterion in criteria
+            if type(criterion) is seams.EosTokenCriteria
+            for token in criterion.eos_token_id.reshape(-1).tolist()
+        )
         own = generator.logits_processor
         self._lasts = all(
             type(p) in seams.SCORE_WARPERS or any(p is mine for mine in own) for p in processors
@@ -165,12 +173,7 @@ class Drafter:
         """Launch whole steps; what was launched past the end of the draft is dropped."""
         run, session, call = self._run, self._session, self._call
         assert run is not None and call is not None and session.core is not None
-        eos = [
-            token
-            for criterion in call.stopping_criteria
-            if type(criterion) is seams.EosTokenCriteria
-            for token in criterion.eos_token_id.reshape(-1).tolist()
-        ]
+        eos = self._eos
         # It changes from round to round, and drafts often end by it: no step is wasted on that.
         threshold = draft_seams.confidence_threshold(self._generator)
         lag = session.config.lag if threshold <= 0 else 0

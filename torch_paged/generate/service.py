@@ -137,7 +137,10 @@ class Service:
         with self._mutex:
             self._check_open()
             if request_id not in self._live:
-                raise KeyError(request_id)
+                raise KeyError(
+                    f"request_id {request_id!r} is not running: it never was here, or it has "
+                    "ended; a request that may have ended meanwhile is cancelled within try"
+                )
             names = self._sequences.get(request_id, {request_id})
             self._inbox.extend(_Cancel(name) for name in names)
         self._stepper.notify()

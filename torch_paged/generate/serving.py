@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_paged.config import Config
 from torch_paged.engine.output import RequestOutput
-from torch_paged.errors import TorchPagedError
+from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.accelerate import accelerate, check_config, restore, unwrap
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.service import Service
@@ -36,13 +36,15 @@ class Engine:
         overrides: fields of `Config` to change.
 
     Raises:
-        UnsupportedModelError: neither tier fits the model.
+        UnsupportedModelError: neither tier fits the model, or an adapter of PEFT takes part in
+            `generate()` only (prompt and prefix tuning, activated LoRA).
     """
 
     def __init__(
         self, model: nn.Module, config: Config | None = None, **overrides: object
     ) -> None:
         self._target = unwrap(model)
+        _refuse_methods_of_generate(model)
         session = find_session(self._target)
         self._owns_model = session is None
         if session is None:
@@ -227,6 +229,19 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _refuse_methods_of_generate(model: Any) -> None:
+    """Refuse a PEFT wrapper whose adapter is applied by the wrapper's own `generate()`."""
+    if not hasattr(type(model), "active_peft_config"):
+        return
+    config = model.active_peft_config
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            f"adapter {model.active_adapter!r} ({config.peft_type}) is applied by PEFT's own "
+            "generate(), which an Engine does not call; use model.generate(), or an adapter that "
+            "lives in the layers, such as LoRA"
+        )
 
 
 __all__ = ["Engine"]

@@ -251,7 +251,9 @@ def is_plain_dynamic_cache(cache: Any) -> bool:
 
 
 def cache_length(cache: Any) -> int:
-    """Return the columns of a dynamic cache."""
+    """Return the columns of a dynamic cache; of one that counts none, 1 once it was used."""
+    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) and cache.layers:
+        return int(cache.has_previous_state())
     return int(cache.get_seq_length())
 
 

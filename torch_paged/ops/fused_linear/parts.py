@@ -183,7 +183,8 @@ def add_update(
     """
     CHUNK: tl.constexpr = 16
     tokens = tl.arange(0, TOKENS)[:, None]
-    for start in tl.static_range(0, MAX_RANK, CHUNK):
+    # Not unrolled: the loads of large ranks, all ahead of the products, would spill.
+    for start in tl.range(0, MAX_RANK, CHUNK, num_stages=1):
         r = start + tl.arange(0, CHUNK)[None, :]
         u = load_update(u_ptr, rows, rows < n, rank, r).to(tl.float32)
         x = load_lora_x(lora_x_ptr, tokens, tokens < num_tokens, column, rank, r, WIDTH)
