@@ -214,6 +214,15 @@ def test_ids_outside_the_vocabulary(token, accelerate) -> None:
         assert torch.equal(greedy(model, ids, 8), expected)
 
 
+def test_a_batch_without_rows_ends_as_before(model, device) -> None:
+    torch_paged.accelerate(model)
+    with pytest.raises(RuntimeError, match="0 elements"):
+        greedy(model, torch.zeros(0, 4, dtype=torch.long, device=device), 3)
+    assert torch_paged.explain(model).last_call.reasons == ("a batch without rows",)
+    assert greedy(model, prompt(5, 1, device=device), 3).shape == (1, 8)
+    torch_paged.restore(model)
+
+
 def test_restored_model_has_no_report_of_an_accelerated_one(model) -> None:
     torch_paged.accelerate(model)
     torch_paged.restore(model)

@@ -108,6 +108,8 @@ def _model_reasons(model: Any, session: Session, method: str) -> list[str]:
 def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     config, kwargs = call.generation_config, call.model_kwargs
     reasons = []
+    if not call.input_ids.shape[0]:
+        reasons.append("a batch without rows")
     if call.synced_gpus:
         reasons.append("synced_gpus")
     if not kwargs.get("use_cache", True):
