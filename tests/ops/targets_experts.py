@@ -124,14 +124,15 @@ def _group(label: str, pairs: int, experts: int, tokens: int, tiles: int) -> Tar
         types=dict.fromkeys(("ids_ptr", "tiles_ptr", "order_ptr"), "*i32"),
         constants={
             "PAIRS": pairs,
+            "MINE": min(pairs, 64),
             "EXPERTS": experts,
             "TILES": tiles,
             "TOKENS": tokens,
             "TILES_EACH": 4,
-            "CHUNK": 32 if pairs <= 256 else 16,
+            "CHUNK": 32,
         },
-        num_warps=4 if pairs <= 128 else 8,
-        hot=pairs <= 128,
+        num_warps=4,
+        hot=True,
     )
 
 

@@ -282,7 +282,7 @@ def test_chosen_configurations_are_tiles_that_fit(
 @pytest.mark.parametrize("tokens", [16, 32])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
-    [(1, 1, 1), (2, 8, 2), (33, 5, 3), (17, 40, 8), (64, 3, 2)],
+    [(1, 1, 1), (2, 8, 2), (33, 5, 3), (17, 40, 8), (64, 3, 2), (60, 11, 9)],
 )
 def test_groups_hold_each_pair_once_beside_its_kind(
     num_tokens: int, num_experts: int, top_k: int, tokens: int, monkeypatch: pytest.MonkeyPatch

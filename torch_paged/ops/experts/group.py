@@ -14,10 +14,11 @@ from torch import Tensor
 
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton, use_pdl
 
-# One program compares all pairs with each other; past this many, sorting is quicker.
+# Every pair is compared with every other; past this many, sorting is quicker.
 MAX_KERNEL_PAIRS = 1024
 
 _CHUNK = 32
+_MINE = 64  # pairs whose places one program finds
 
 
 class Groups(NamedTuple):
@@ -45,6 +46,7 @@ def _group_pairs_kernel(
     num_pairs,
     num_tiles,
     PAIRS: tl.constexpr,
+    MINE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -52,24 +54,33 @@ def _group_pairs_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """position[p] = #{q: id[q] < id[p]} + #{q < p: id[q] = id[p]}; order[position[p]] = p."""
+    """position[p] = #{q: id[q] < id[p]} + #{q < p: id[q] = id[p]}; order[position[p]] = p.
+
+    A program finds the positions of MINE pairs, and the first one the tiles besides.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    pair = tl.arange(0, PAIRS)
+    block = tl.program_id(0)
+    pair = block * MINE + tl.arange(0, MINE)
     is_pair = pair < num_pairs
     mine = tl.load(ids_ptr + pair, mask=is_pair, other=EXPERTS)
+    position = tl.zeros([MINE], tl.int32)
+    for start in range(0, PAIRS, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(ids_ptr + other, mask=other < num_pairs, other=EXPERTS)[None, :]
+        earlier = (theirs == mine[:, None]) & (other[None, :] < pair[:, None])
+        position += tl.sum(((theirs < mine[:, None]) | earlier).to(tl.int32), axis=1)
+    tl.store(order_ptr + position, pair, mask=is_pair)
+    if block > 0:
+        return
+
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
-    position = tl.zeros([PAIRS], tl.int32)
     for start in range(0, PAIRS, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = tl.load(ids_ptr + other, mask=other < num_pairs, other=EXPERTS)[None, :]
         count += tl.sum((theirs == expert[:, None]).to(tl.int32), axis=1)
-        earlier = (theirs == mine[:, None]) & (other[None, :] < pair[:, None])
-        position += tl.sum(((theirs < mine[:, None]) | earlier).to(tl.int32), axis=1)
-    tl.store(order_ptr + position, pair, mask=is_pair)
-
     first = tl.cumsum(count, axis=0) - count
     tiles = (count + TOKENS - 1) // TOKENS
     tile = tl.cumsum(tiles, axis=0) - tiles
@@ -94,21 +105,23 @@ def group_pairs(ids: Tensor, num_experts: int, tokens: int) -> Groups:
     groups = Groups(made[: 3 * num_tiles].view(3, num_tiles), made[3 * num_tiles :])
     pairs = triton.next_power_of_2(num_pairs)
     pdl = use_pdl(ids)
-    _group_pairs_kernel[(1,)](
+    mine = min(pairs, _MINE)
+    _group_pairs_kernel[(triton.cdiv(num_pairs, mine),)](
         ids,
         groups.tiles,
         groups.order,
         num_pairs,
         num_tiles,
         PAIRS=pairs,
+        MINE=mine,
         EXPERTS=triton.next_power_of_2(num_experts),
         TILES=triton.next_power_of_2(num_tiles),
         TOKENS=tokens,
         # A token chooses an expert once.
         TILES_EACH=triton.cdiv(num_tokens, tokens),
-        CHUNK=min(pairs, _CHUNK if pairs <= 256 else _CHUNK // 2),
+        CHUNK=min(pairs, _CHUNK),
         PDL=pdl,
-        num_warps=4 if pairs <= 128 else 8,
+        num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )
     return groups
