@@ -71,12 +71,12 @@ def test_extensions_of_all_sizes(how, model) -> None:
     with torch.no_grad():
         expected = forward(model, ids)
         with RowRun(core, prompts_of(ids[:11])) as run:
-            torch.testing.assert_close(run.prefill(), expected[10:11], rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(run.prefill(), expected[10:11], rtol=1e-4, atol=1e-4)
             start = 11
             for size in sizes:
                 logits = run.extend(ids[start : start + size])
                 wanted = expected[start : start + size]
-                torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
+                torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
                 start += size
                 assert run.num_tokens == start
     if graphs is not None:
@@ -103,7 +103,7 @@ def test_rejected_tokens_leave_no_trace(captured, model) -> None:
                     [ids[at : at + good], wrong[at + good : at + good + step % 5]]
                 )
                 logits = run.extend(extended)[:good]
-                torch.testing.assert_close(logits, expected[at : at + good], rtol=1e-4, atol=1e-3)
+                torch.testing.assert_close(logits, expected[at : at + good], rtol=1e-4, atol=1e-4)
                 at, step = at + good, step + 1
                 run.rewind(at)
     assert core.num_blocks == core.allocator.num_free
@@ -135,7 +135,7 @@ def test_positions_go_on_where_those_of_the_prompt_end(model) -> None:
         expected = model(ids[None], position_ids=positions[None]).logits[0]
         with RowRun(core, prompts_of(ids[:12], 100)) as run:
             run.prefill()
-            torch.testing.assert_close(run.extend(ids[12:]), expected[12:], rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(run.extend(ids[12:]), expected[12:], rtol=1e-4, atol=1e-4)
 
 
 def test_last_blocks_are_used_before_it_fails(model) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch_paged.decoder.linears import linear_updates
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_values import OneSource, OneTarget
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
@@ -29,7 +30,7 @@ Mode = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(OneTarget):
     """target = embedding(token ids) * scale * multiplier; given embeddings skip the scale."""
 
     ref: ModuleRef
@@ -40,10 +41,6 @@ class Embed:
     @property
     def sources(self) -> tuple[str, ...]:
         return ()
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def __str__(self) -> str:
         factors = (self.scale, self.multiplier)
@@ -130,7 +127,7 @@ def _named(part: LinearSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(OneTarget):
     """target = paged attention; writes this step's keys and values into the cache of `layer`."""
 
     spec: AttentionSpec
@@ -142,10 +139,6 @@ class Attention:
     @property
     def sources(self) -> tuple[str, ...]:
         return self.projections + (self.tables or ())
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def __str__(self) -> str:
         spec = self.spec
@@ -160,7 +153,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(OneTarget):
     """target = left + multiplier * right."""
 
     left: str
@@ -172,17 +165,13 @@ class Add:
     def sources(self) -> tuple[str, ...]:
         return (self.left, self.right)
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
     def __str__(self) -> str:
         factor = "" if self.multiplier == 1.0 else f"{self.multiplier:g} * "
         return f"{self.target} = {self.left} + {factor}{self.right}"
 
 
 @dataclass(frozen=True, slots=True)
-class Glu:
+class Glu(OneTarget):
     """target = act(gate) * up; `packed` when one source holds gate | up."""
 
     projections: tuple[str, ...]
@@ -193,69 +182,41 @@ class Glu:
     def sources(self) -> tuple[str, ...]:
         return self.projections
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
     def __str__(self) -> str:
         return f"{self.target} = {self.activation}_glu({', '.join(self.projections)})"
 
 
 @dataclass(frozen=True, slots=True)
-class Activate:
+class Activate(OneSource, OneTarget):
     """target = act(source)."""
 
     source: str
     target: str
     activation: Activation
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
     def __str__(self) -> str:
         return f"{self.target} = {self.activation}({self.source})"
 
 
 @dataclass(frozen=True, slots=True)
-class SelectLast:
+class SelectLast(OneSource, OneTarget):
     """target = the last token of each row of a packed prefill."""
 
     source: str
     target: str
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def __str__(self) -> str:
         return f"{self.target} = last_token({self.source})"
 
 
 @dataclass(frozen=True, slots=True)
-class LogitTransform:
+class LogitTransform(OneSource, OneTarget):
     """target = softcap(scale * source)."""
 
     source: str
     target: str
     scale: float
     softcap: float
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def __str__(self) -> str:
         how = f"scale={self.scale:g}, cap={self.softcap:g}"

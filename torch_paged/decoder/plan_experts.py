@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_paged.decoder.plan_values import OneSource, OneTarget
 from torch_paged.decoder.spec import ExpertsSpec, ModuleRef, RouterSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Route(OneSource):
     """targets = weights and ids of the experts that each token of source takes."""
 
     spec: RouterSpec
     source: str
     targets: tuple[str, str]
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
 
     def __str__(self) -> str:
         spec = self.spec
@@ -27,7 +24,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(OneTarget):
     """target = the chosen experts of each token of source, weighted, plus an optional residual."""
 
     spec: ExpertsSpec
@@ -41,10 +38,6 @@ class Experts:
         read = (self.source, *self.routing)
         return read if self.residual is None else (*read, self.residual)
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
     def __str__(self) -> str:
         spec = self.spec
         op = "experts" if self.residual is None else "experts+add"
@@ -53,7 +46,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class SigmoidGate:
+class SigmoidGate(OneTarget):
     """target = sigmoid(gate) * source, with one gate logit a token."""
 
     gate: str
@@ -64,29 +57,17 @@ class SigmoidGate:
     def sources(self) -> tuple[str, ...]:
         return (self.gate, self.source)
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
     def __str__(self) -> str:
         return f"{self.target} = sigmoid({self.gate}) * {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
-class CallBlock:
+class CallBlock(OneSource, OneTarget):
     """target = what the block found there makes of source."""
 
     ref: ModuleRef
     source: str
     target: str
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def __str__(self) -> str:
         return f"{self.target} = call[{self.ref.name}]({self.source})"

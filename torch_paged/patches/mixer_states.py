@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import StateCache, put_state
+from torch_paged.patches.state_seams import StateCache, put_state
 
 
 class _Part(NamedTuple):

@@ -18,12 +18,10 @@ from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import (
     CACHE_NAMES,
     PassThroughCache,
-    StateCache,
     cache_windows,
     forward_arguments,
-    layers_with_keys,
-    layers_with_state,
 )
+from torch_paged.patches.state_seams import StateCache, layers_with_keys, layers_with_state
 
 _PROBE_TOKENS = 4
 _NO_KEYS = LayerShape(1, 1, 1)
