@@ -197,6 +197,86 @@ def add_update(
 
 
 @triton.jit
+def add_updates(
+    y,
+    y_up,
+    block_id,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    scale0,
+    scale1,
+    scale2,
+    lora_x_ptr,
+    rows,
+    n,
+    num_tokens,
+    n0,
+    n1,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Add the updates of a program's weight, and where GATED those of its up projection."""
+    WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
+    u_ptr, rank, first, u_scale = locate_update(
+        block_id,
+        u0_ptr,
+        u1_ptr,
+        u2_ptr,
+        scale0,
+        scale1,
+        scale2,
+        n0,
+        n1,
+        RANK0,
+        RANK1,
+        RANK2,
+        NUM_WEIGHTS,
+        GATED,
+        ROWS,
+    )
+    y = add_update(
+        y,
+        u_ptr,
+        rank,
+        first,
+        u_scale,
+        lora_x_ptr,
+        rows,
+        n,
+        num_tokens,
+        MAX_RANK,
+        WIDTH,
+        TOKENS,
+        DOT,
+    )
+    if GATED and RANK1:
+        y_up = add_update(
+            y_up,
+            u1_ptr,
+            RANK1,
+            RANK0,
+            scale1,
+            lora_x_ptr,
+            rows,
+            n,
+            num_tokens,
+            MAX_RANK,
+            WIDTH,
+            TOKENS,
+            DOT,
+        )
+    return y, y_up
+
+
+@triton.jit
 def merge_splits(
     y,
     y_up,

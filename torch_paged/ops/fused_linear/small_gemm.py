@@ -19,14 +19,13 @@ Sums take the same order at any number of rows for the same configuration.
 from __future__ import annotations
 
 from torch_paged.ops.fused_linear.parts import (
-    add_update,
+    add_updates,
     finish,
     load_bias,
     load_gain,
     load_residual,
     load_streamed,
     locate,
-    locate_update,
     merge_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
@@ -326,8 +325,9 @@ def _small_gemm_kernel(
             y *= by_token
             y_up *= by_token
         if MAX_RANK:
-            WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
-            u_ptr, rank, first, u_scale = locate_update(
+            y, y_up = add_updates(
+                y,
+                y_up,
                 block_id,
                 u0_ptr,
                 u1_ptr,
@@ -335,46 +335,22 @@ def _small_gemm_kernel(
                 scale0,
                 scale1,
                 scale2,
+                lora_x_ptr,
+                out_rows,
+                n,
+                num_tokens,
                 n0,
                 n1,
                 RANK0,
                 RANK1,
                 RANK2,
+                MAX_RANK,
                 NUM_WEIGHTS,
                 GATED,
                 ROWS,
-            )
-            y = add_update(
-                y,
-                u_ptr,
-                rank,
-                first,
-                u_scale,
-                lora_x_ptr,
-                out_rows,
-                n,
-                num_tokens,
-                MAX_RANK,
-                WIDTH,
                 TOKENS,
                 False,
             )
-            if GATED and RANK1:
-                y_up = add_update(
-                    y_up,
-                    u1_ptr,
-                    RANK1,
-                    RANK0,
-                    scale1,
-                    lora_x_ptr,
-                    out_rows,
-                    n,
-                    num_tokens,
-                    MAX_RANK,
-                    WIDTH,
-                    TOKENS,
-                    False,
-                )
         finish(
             y,
             y_up,

@@ -9,14 +9,13 @@ weights waits in registers for the previous kernel to end and is added last.
 from __future__ import annotations
 
 from torch_paged.ops.fused_linear.parts import (
-    add_update,
+    add_updates,
     finish,
     load_bias,
     load_gain,
     load_residual,
     load_streamed,
     locate,
-    locate_update,
     merge_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
@@ -271,8 +270,9 @@ def _tile_gemm_kernel(
             y *= by_token
             y_up *= by_token
         if MAX_RANK:
-            WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
-            u_ptr, rank, first, u_scale = locate_update(
+            y, y_up = add_updates(
+                y,
+                y_up,
                 block_id,
                 u0_ptr,
                 u1_ptr,
@@ -280,46 +280,22 @@ def _tile_gemm_kernel(
                 scale0,
                 scale1,
                 scale2,
+                lora_x_ptr,
+                rows,
+                n,
+                num_tokens,
                 n0,
                 n1,
                 RANK0,
                 RANK1,
                 RANK2,
+                MAX_RANK,
                 NUM_WEIGHTS,
                 GATED,
                 ROWS,
-            )
-            y = add_update(
-                y,
-                u_ptr,
-                rank,
-                first,
-                u_scale,
-                lora_x_ptr,
-                rows,
-                n,
-                num_tokens,
-                MAX_RANK,
-                WIDTH,
                 TOKENS,
                 True,
             )
-            if GATED and RANK1:
-                y_up = add_update(
-                    y_up,
-                    u1_ptr,
-                    RANK1,
-                    RANK0,
-                    scale1,
-                    lora_x_ptr,
-                    rows,
-                    n,
-                    num_tokens,
-                    MAX_RANK,
-                    WIDTH,
-                    TOKENS,
-                    True,
-                )
         finish(
             y,
             y_up,
