@@ -8,11 +8,12 @@ import weakref
 
 import pytest
 import torch
+import tqdm
 
 from torch_paged.errors import TorchPagedError
 from torch_paged.graphs import pool as pool_module
 from torch_paged.graphs.capture import GraphCache
-from torch_paged.graphs.pool import GraphPool
+from torch_paged.graphs.pool import GraphPool, _other_threads
 
 MIB = 2**20
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -349,6 +350,23 @@ def test_pools_that_come_and_go_take_no_more_memory():
     for _ in range(5):
         last = use_and_clear()
     assert last >= first - 2 * MIB
+
+
+def test_a_thread_beside_this_one_may_use_the_device_a_progress_bar_does_not():
+    before = {thread for thread in threading.enumerate() if thread is not threading.main_thread()}
+    if not before:
+        assert not _other_threads()
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    assert _other_threads()
+    stop.set()
+    other.join()
+    monitor = tqdm.TMonitor(tqdm.tqdm, 10)
+    try:
+        assert _other_threads() == bool(before)
+    finally:
+        monitor.exit()
 
 
 @needs_cuda

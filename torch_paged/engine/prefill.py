@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,9 @@ class CapturedPrefill:
     """Runs a packed prefill in the next larger bucket of tokens and rows.
 
     A bucket is captured when it is met for the second time: a shape that comes once is not worth
-    a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
-    stays in their own rows of the activations.
+    a capture. The first time it runs the same padded inputs launch by launch, so that one prompt
+    gives the same bits every time. Padding tokens belong to no row and are written nowhere; what
+    is computed for them stays in their own rows of the activations.
     """
 
     def __init__(
@@ -48,60 +48,46 @@ class CapturedPrefill:
         self._device = device
         self._graphs = graphs
         self._static: dict[Size, StepInputs] = {}
-        self._met: set[Size] = set()
-        self._met_lengths: set[int] = set()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Return logits [num_rows, vocab_size] of the last tokens, valid until the next launch."""
-        size = self._met_before(inputs)
+        size = _bucket(inputs)
         if size is None:
-            return self._uncaptured(inputs)
-        static = self._static[size]
-        _load(static, inputs)
+            return self._step.prefill(inputs)
+        is_new = size not in self._static
+        static = self._load(size, inputs)
         key = ("prefill", self._step.variant, *size)
 
         def run() -> Tensor:
             return self._step.prefill(static)
 
         # The cache is written with the values that the replay writes again.
-        if not self._graphs.prepare("a prefill", key, run, warmup=run):
-            return self._uncaptured(inputs)
-        logits = self._graphs.replay(key)
-        assert logits is not None
+        if is_new or not self._graphs.prepare("a prefill", key, run, warmup=run):
+            logits = run()
+        else:
+            replayed = self._graphs.replay(key)
+            assert replayed is not None
+            logits = replayed
         return logits[: inputs.slots.shape[0]]
 
-    def _uncaptured(self, inputs: StepInputs) -> Tensor:
-        """Run as it is, a whole prompt as one from the second time on that its length is met.
-
-        Attention within a prompt is planned for its length, which takes longer than it saves once.
-        """
-        tokens = inputs.max_query_len
-        if inputs.whole_prompt and tokens not in self._met_lengths:
-            self._met_lengths.add(tokens)
-            inputs = replace(inputs, whole_prompt=False)
-        return self._step.prefill(inputs)
-
-    def _met_before(self, inputs: StepInputs) -> Size | None:
-        """Return the bucket of the inputs, with static inputs, from its second time on."""
-        size = self._bucket(inputs)
-        if size is None or size not in self._met:
-            if size is not None:
-                self._met.add(size)
-            return None
+    def _load(self, size: Size, inputs: StepInputs) -> StepInputs:
+        """Return the static inputs of a bucket with these in them."""
         if size not in self._static:
             num_tables = len(inputs.slot_mappings)
             has_spans = inputs.spans is not None
             self._static[size] = _static_inputs(size, num_tables, self._device, has_spans)
-        return size
+        _load(self._static[size], inputs)
+        return self._static[size]
 
-    def _bucket(self, inputs: StepInputs) -> Size | None:
-        if inputs.ids is None:
-            return None
-        tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
-        rows = pick_bucket(inputs.slots.shape[0], ROW_BUCKETS)
-        if tokens is None or rows is None:
-            return None
-        return Size(tokens, rows, inputs.whole_prompt and tokens >= WHOLE_PROMPT_TOKENS)
+
+def _bucket(inputs: StepInputs) -> Size | None:
+    if inputs.ids is None:
+        return None
+    tokens = pick_bucket(inputs.ids.shape[0], TOKEN_BUCKETS)
+    rows = pick_bucket(inputs.slots.shape[0], ROW_BUCKETS)
+    if tokens is None or rows is None:
+        return None
+    return Size(tokens, rows, inputs.whole_prompt and tokens >= WHOLE_PROMPT_TOKENS)
 
 
 def _static_inputs(

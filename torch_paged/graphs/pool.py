@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -74,10 +75,14 @@ _POOLS: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 
 
 def _give_back_workspaces() -> None:
-    """Free the cuBLAS workspaces, some 32 MiB each, once the last graph of the process is gone."""
+    """Free the cuBLAS workspaces, some 32 MiB each, once the last graph of the process is gone.
+
+    torch can only free those of all threads at once. One that is about to launch a product would
+    still write to its own, so they are kept, for the next graphs, while other threads live.
+    """
     with CAPTURE_LOCK:
         pools = list(_POOLS)
-        if any(pool.num_graphs for pool in pools):
+        if any(pool.num_graphs for pool in pools) or _other_threads():
             return
         lanes = [pool._lane for pool in pools if pool._lane is not None]
         lanes += [lane for idle in _IDLE_LANES.values() for lane in idle]
@@ -85,6 +90,16 @@ def _give_back_workspaces() -> None:
             torch._C._cuda_clearCublasWorkspaces()
         for lane in lanes:
             lane.forget_cublas()
+
+
+def _other_threads() -> bool:
+    """Whether a thread other than this one may be using the device."""
+    monitor = getattr(sys.modules.get("tqdm"), "TMonitor", ())  # wakes up progress bars
+    current = threading.current_thread()
+    return any(
+        thread is not current and not isinstance(thread, monitor)
+        for thread in threading.enumerate()
+    )
 
 
 class GraphPool:

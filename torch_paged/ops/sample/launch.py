@@ -29,6 +29,9 @@ def _launch_sample(
     counters: torch.Tensor,
     support: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if logits.shape[1] == 1:
+        # Triton makes 1 a constant, and 3.6 fails to compile that. A second token of no weight.
+        logits = torch.nn.functional.pad(logits, (0, 1), value=float("-inf"))
     num_rows, vocab_size = logits.shape
     device = logits.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
