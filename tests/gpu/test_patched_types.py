@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import torch_paged
 from tests.patches import tiers
+from torch_paged.generate.registry import find_session
 from torch_paged.generate.support import parity, zoo
 from torch_paged.generate.support.parity import LEAST_COMPARED, NEW_TOKENS
 from torch_paged.patches.refusal import SpecRefusal
@@ -27,11 +28,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEAST_PATCHED = 60
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 
-# Their forward reads its own data on the host, which no graph can hold.
+# Their forward does on the host what no graph can hold.
 NOT_CAPTURED = {
     "aria_text": "cuts its tokens by expert with counts that it reads back",
     "dbrx": "loops over the experts that were hit",
+    "jetmoe": "reads the sizes of its groups of tokens back",
     "longcat_flash": "loops over the experts that were hit",
+    "phimoe": "works its rotary frequencies out on the host",
     "xmod": "picks the rows of each language with a mask",
 }
 ACCELERATED = [name for name in zoo.causal_lm_types() if tiers.tier(name) != "eager"]
@@ -90,7 +93,7 @@ def run_tier(model: PreTrainedModel, tier: str, cuda_graphs: bool) -> list[Tenso
             outputs.append(last)
             if cuda_graphs and DEVICE == "cuda":
                 assert calls.replays >= NEW_TOKENS - 1, f"{calls.replays} replays"
-                assert calls.forwards <= 1, f"the model's forward ran {calls.forwards} times"
+                assert calls.forwards <= prompt_forwards(model, last), f"{calls.forwards} forwards"
         report, stats = torch_paged.explain(model), torch_paged.stats(model)
         assert (report.tier, report.last_call.path) == (tier, tier), str(report)
         assert not stats.fallbacks, stats.fallbacks
@@ -101,10 +104,34 @@ def run_tier(model: PreTrainedModel, tier: str, cuda_graphs: bool) -> list[Tenso
         torch_paged.restore(model)
 
 
+def prompt_forwards(model: PreTrainedModel, output: Tensor) -> int:
+    """Return how often a prefill may call the model: once, or for each row that has a state."""
+    step = find_session(model).step
+    assert step is not None
+    return len(output) if step.keeps_state else 1
+
+
+def decided_model(model_type: str) -> tuple[PreTrainedModel, list[Any]]:
+    """Build weights that near ties do not decide, with what Hugging Face makes of them.
+
+    Where experts score alike, that depends on the device.
+    """
+    for seed in range(1, 4):
+        model = zoo.tiny_model(model_type, seed=seed).to(DEVICE)
+        if "grouped_mm" in model.get_experts_implementation().values():
+            # In float32 it reads the sizes of its groups back; in the end it runs in bfloat16.
+            model.set_experts_implementation("batched_mm")
+        expected = [greedy(model, rows, **LOGITS) for rows in (slice(2, None), slice(None))]
+        steps = [parity.steps_to_compare(torch.stack(part.logits)) for part in expected]
+        if min(map(min, steps)) >= LEAST_COMPARED:
+            return model, expected
+    raise AssertionError(f"near ties decide {model_type} with each of three seeds")
+
+
 def assert_same_until_a_near_tie(got: Tensor, expected: Any) -> None:
     steps_of_rows = parity.steps_to_compare(torch.stack(expected.logits))
     for row, steps in enumerate(steps_of_rows):
-        assert steps >= LEAST_COMPARED, "a near tie decides this case: change the weights"
+        assert steps >= LEAST_COMPARED, "a near tie decides this case"
         end = got.shape[1] - NEW_TOKENS + steps
         assert torch.equal(got[row, :end], expected.sequences[row, :end]), f"row {row}"
 
@@ -120,12 +147,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_captured_type(model_type: str, record_property: Callable[[str, object], None]) -> None:
-    model = zoo.tiny_model(model_type).to(DEVICE)
-    experts = model.get_experts_implementation()
-    if "grouped_mm" in experts.values():
-        # In float32 it reads the sizes of its groups back; below it runs in bfloat16.
-        model.set_experts_implementation("batched_mm")
-    expected = [greedy(model, rows, **LOGITS) for rows in (slice(2, None), slice(None))]
+    model, expected = decided_model(model_type)
     for tier in dict.fromkeys((tiers.tier(model_type), "patched")):
         forced = only_patched() if tier == "patched" else contextlib.nullcontext()
         with forced:
@@ -135,8 +157,8 @@ def test_captured_type(model_type: str, record_property: Callable[[str, object],
             assert torch.equal(got, same), f"{tier}: the captured step differs"
             assert_same_until_a_near_tie(got, theirs)
         record_property(f"captured {tier}", model_type)
-    if "grouped_mm" in experts.values():
-        model.set_experts_implementation(experts)
+    if "batched_mm" in model.get_experts_implementation().values():
+        model.set_experts_implementation("grouped_mm")
         assert_grouped_experts_replay(model.to(torch.bfloat16))
 
 
@@ -157,8 +179,8 @@ def assert_grouped_experts_replay(model: PreTrainedModel) -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("model_type", [*NOT_CAPTURED, "phimoe"])
-def test_a_type_that_reads_its_data_back_still_answers(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", NOT_CAPTURED)
+def test_a_type_that_is_not_captured_still_answers(model_type: str) -> None:
     """Among them float32 experts as they come, in grouped products."""
     model = zoo.tiny_model(model_type).to(DEVICE)
     expected = greedy(model, **LOGITS)

@@ -151,7 +151,7 @@ def _default(config_class: type[PretrainedConfig]) -> PretrainedConfig | None:
         return None
 
 
-def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
+def tiny_model(model_type: str, *, seed: int = 1, **changes: Any) -> PreTrainedModel:
     """Build the model under eager attention, its weights far from their trivial start."""
     config = tiny_config(model_type, **changes)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -161,16 +161,16 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     except ValueError:
         model = cls._from_config(config)
     model = model.float().eval()
-    _stir(model)
+    _stir(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.generation_config.bos_token_id = 1
     return model
 
 
-def _stir(model: nn.Module) -> None:
+def _stir(model: nn.Module, seed: int) -> None:
     """Make every gain, bias and projection matter, and logits that are far apart."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     matrices = {
         id(module.weight)
         for module in model.modules()

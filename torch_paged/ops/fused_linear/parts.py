@@ -192,7 +192,10 @@ def add_update(
         if DOT:
             y = tl.dot(u, tl.trans(x), y, input_precision="tf32x3")
         else:
-            y += tl.sum(u[:, None, :] * x[None, :, :], axis=2)
+            # A product and the first sum of lanes would become one fma, which rounds the lane's
+            # own product no more: lanes that hold the same sum would differ in its last bit.
+            u, x = tl.broadcast(u[:, None, :], x[None, :, :])
+            y += tl.sum(tl.fma(u, x, tl.zeros_like(u)), axis=2)
     return y
 
 
