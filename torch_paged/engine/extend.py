@@ -54,7 +54,9 @@ def extend_eagerly(step: StepModel, state: SlotState, extension: Extension) -> T
     """Launch the ops of an extension one by one; logits [num_tokens, vocab_size]."""
     count = extension.ids.shape[0]
     packed = to_device(extension.packed(count), state.device)
-    return _extend(step, state, packed, extension.ids, len(extension.places))
+    # They may be a view of the caller's ids.
+    ids = extension.ids.contiguous()
+    return _extend(step, state, packed, ids, len(extension.places))
 
 
 def _extend(
