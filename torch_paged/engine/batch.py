@@ -144,7 +144,7 @@ class BatchRun:
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
             self._share([first_rows[prompt] for prompt in sources])
-            index = to_device(torch.tensor(sources), core.device)
+            index = to_device(torch.tensor(sources, device="cpu"), core.device)
             logits = logits.index_select(0, index)
             last_positions = last_positions.index_select(0, index)
         max_new = min(limits.max_new_tokens, _MAX_INT32)
@@ -175,7 +175,7 @@ class BatchRun:
             copy_pairs(self._core, copies)
         if self._core.step.keeps_state:
             slots = self._blocks.slots
-            pairs = torch.tensor([[slots[source] for source in sources], slots])
+            pairs = torch.tensor([[slots[source] for source in sources], slots], device="cpu")
             self._core.step.copy_states(*to_device(pairs, self._core.device))
 
     def _prefill_chunks(self, first_rows: Sequence[int]) -> Tensor:
@@ -219,7 +219,9 @@ class BatchRun:
         packed = to_device(
             torch.cat(
                 [
-                    torch.tensor([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])]),
+                    torch.tensor(
+                        [*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], device="cpu"
+                    ),
                     *(
                         slot_mapping(group, held, table, core.config.block_size)
                         for table in range(num_tables)

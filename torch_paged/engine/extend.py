@@ -42,9 +42,11 @@ class Extension(NamedTuple):
 
     def packed(self, num_tokens: int) -> Tensor:
         """Return what the host knows as one tensor, places padded to `num_tokens`."""
-        out = torch.full((_NUM_NUMBERS + len(self.places) * num_tokens,), -1, dtype=torch.int64)
+        out = torch.full(
+            (_NUM_NUMBERS + len(self.places) * num_tokens,), -1, dtype=torch.int64, device="cpu"
+        )
         count = self.ids.shape[0]
-        numbers = torch.tensor([self.slot, self.start, count, self.position])
+        numbers = torch.tensor([self.slot, self.start, count, self.position], device="cpu")
         out[:_NUM_NUMBERS] = numbers
         out[_NUM_NUMBERS:].view(len(self.places), num_tokens)[:, :count] = torch.stack(self.places)
         return out

@@ -73,7 +73,7 @@ def _left_alone(core: EngineCore) -> contextlib.AbstractContextManager[None]:
 def random_ids(model: Any, count: int) -> Tensor:
     """Return the same ids [count] for every model of one vocabulary."""
     vocab = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def own_outputs(model: Any, ids: Tensor, num_prompt_tokens: int) -> Iterator[Any]:
