@@ -129,7 +129,10 @@ def test_fork_gives_the_tokens_or_a_clear_error(model, device, accelerate) -> No
     finally:
         child.kill()
         child.join(10)
-    assert answer == expected.tolist() or "fork" in str(answer).lower(), answer
+    # On a GPU, CUDA refuses the first tensor that generate() itself makes.
+    refusals = ("fork", "cuda error: initialization error")
+    told = str(answer).lower()
+    assert answer == expected.tolist() or any(refusal in told for refusal in refusals), answer
     assert torch.equal(greedy(model, ids, 8), expected)
 
 
