@@ -91,6 +91,7 @@ class Stats:
         ms_per_step: mean time of a decode step; None before the first.
         kv_blocks_total: blocks the pool holds now; each serves one block table's layers.
         kv_blocks_used: blocks that sequences hold now.
+        kv_blocks_leased: blocks that only returned caches hold; they are taken back as needed.
         kv_bytes: memory of the pool, also where torch's own counters do not see it.
         graphs: CUDA graphs held.
         graph_bytes: memory of the graphs' shared pool.
@@ -106,6 +107,7 @@ class Stats:
     ms_per_step: float | None = None
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
+    kv_blocks_leased: int = 0
     kv_bytes: int = 0
     graphs: int = 0
     graph_bytes: int = 0
@@ -117,9 +119,12 @@ class Stats:
     def __str__(self) -> str:
         speed = "" if self.ms_per_step is None else f", {self.ms_per_step:.3f} ms a step"
         used, total = self.kv_blocks_used, self.kv_blocks_total
+        kept = self.kv_blocks_leased
+        leased = f", {kept:,} leased to returned caches" if kept else ""
         lines = _labelled("decode", [f"{self.tokens:,} tokens in {self.steps:,} steps{speed}"])
         lines += _labelled(
-            "kv cache", [f"{used:,} of {total:,} blocks used, {format_bytes(self.kv_bytes)}"]
+            "kv cache",
+            [f"{used:,} of {total:,} blocks used{leased}, {format_bytes(self.kv_bytes)}"],
         )
         lines += _labelled(
             "graphs",

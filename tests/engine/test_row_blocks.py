@@ -179,3 +179,71 @@ def test_grown_in_one_kind_rows_may_go_on_in_another() -> None:
     assert [(u.table, len(u.block_ids)) for u in updates] == [(1, 2)]
     rows.close()
     allocator.check_integrity()
+
+
+@pytest.mark.parametrize("kinds", [ONE_KIND, (LayerKind(0, 0, 2),)], ids=["one table", "two"])
+@pytest.mark.parametrize("kept", [1, 3, 4, 5, 8])
+def test_others_go_on_from_blocks_handed_over(kept, kinds) -> None:
+    allocator, rows = rows_over(0, 4, grows=True, kinds=kinds)
+    device, lengths = Contents(kinds), [9, 9, 9, 9]
+    device.apply(rows.grow([9, 9, 0, 9]))
+    for row in (0, 1, 3):
+        for i in range(9):
+            device.write(rows.slots[row], i, (row, i))
+    updates, copies = rows.reorder([0, 1, 1, 3], lengths)
+    device.apply(updates)
+    device.copy(copies)
+    handed = rows.hand_over([kept] * 4)
+    rows.close()
+    num_tables = kinds[0].num_tables
+    # Rows 1 and 2 share them.
+    assert allocator.num_live == num_tables * 3 * -(-kept // SIZE)
+    before = {block: list(device.blocks[block]) for row in handed for block in row[0].ids}
+
+    for _ in range(2):  # both times from the same blocks
+        rows.open(4)
+        copies = rows.adopt(handed, [kept] * 4)
+        # What has one holder is written on behind what that looks at.
+        assert len(copies) == (2 * num_tables if kept % SIZE else 0)
+        device.copy(copies)
+        rows.grow([kept + 6] * 4)
+        device.apply(rows.all_updates())
+        for row in range(4):
+            source = 1 if row == 2 else row
+            history: list[object] = [(source, i) for i in range(kept)]
+            for i in range(6):
+                device.write(rows.slots[row], kept + i, ("new", row, i))
+                history.append(("new", row, i))
+            device.check(rows.slots[row], history)
+        for row in range(4):  # and none has written over what another one has
+            device.check(rows.slots[row], [(1 if row == 2 else row, i) for i in range(kept)])
+        allocator.check_integrity()
+        rows.close()
+    for row in handed:
+        for column in range(-(-kept // SIZE)):
+            for block in row[0].columns(column, column + 1):
+                known = min(kept - column * SIZE, SIZE)
+                assert device.blocks[block][:known] == before[block][:known]
+    for row in handed:
+        allocator.free(row[0].ids)
+    assert allocator.num_live == 0
+
+
+def test_no_room_for_the_copy_of_a_partial_block() -> None:
+    allocator, rows = rows_over(2, 1)
+    rows.grow([6])
+    handed = rows.hand_over([6])
+    allocator.fork(handed[0][0].ids)  # by a copy of the holder
+    with pytest.raises(OutOfBlocks):
+        rows.adopt(handed, [6])
+    rows.close()
+    assert allocator.num_live == 2
+    rows.open(1)
+    assert rows.adopt(handed, [4]) == []
+    rows.close()
+    allocator.free(handed[0][0].ids)
+    rows.open(1)
+    assert rows.adopt(handed, [6]) == []
+    rows.close()
+    allocator.free(handed[0][0].ids)
+    assert allocator.num_live == 0

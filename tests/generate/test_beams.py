@@ -181,9 +181,9 @@ def test_a_prompt_is_prefilled_once_and_partial_blocks_alone_are_copied(
     prefilled, copied = [], []
     original = batch.BatchRun.prefill
 
-    def prefill(self):
+    def prefill(self, **kwargs):
         prefilled.append(self._prompts.ids.shape[0])
-        return original(self)
+        return original(self, **kwargs)
 
     def copying(cache, source, target):
         copied.append(source.shape[0])

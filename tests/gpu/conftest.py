@@ -24,6 +24,7 @@ _TYPES = {"5.17": 119, "5.24": 133}
 _PINNED = {
     "test_assisted.py": 7,
     "test_engine.py": 17,
+    "test_leases.py": 6,
     "test_levels.py": 1,
     "test_logprobs.py": 9,
     "test_loop.py": 12,

@@ -14,6 +14,7 @@ from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.kv_transfer import copy_pairs, gather_kv, load_kv
+from torch_paged.engine.leased_blocks import LeasedBlocks
 from torch_paged.engine.out_of_memory import no_room_for
 from torch_paged.engine.packed_prompts import (
     BatchLimits,
@@ -77,7 +78,7 @@ class BatchRun:
             core.make_room_beyond,
             core.layout.kinds,
         )
-        self._keeps = keeps
+        self.keeps = keeps
         self._drops = self._blocks.has_window and keeps != "all" and not any(self._cached)
         # Steps launched past the end move the windows too far.
         self._drop_late = 0 if keeps == "nothing" else lag + 1
@@ -133,8 +134,12 @@ class BatchRun:
             own[row] = prompts.lengths[prompt]
         tokens = sum(prompts.lengths)
         with no_room_for(f"{num_prompts} prompt{'s'[: num_prompts > 1]} of {tokens} tokens"):
+            if prompts.held is not None:
+                copy_pairs(core, self._blocks.adopt(prompts.held, self._cached))
             # Where there is a window, chunk by chunk.
             updates = self._blocks.grow(own, windowed=False if self._drops else None)
+            if prompts.held is not None:
+                updates = self._blocks.all_updates()
         core.runner()
         core.state.write_blocks(updates)
         self._rows = make_rows(self._blocks.slots, core.device)
@@ -175,8 +180,7 @@ class BatchRun:
         if self._core.num_blocks != before:
             self._core.runner()
         self._core.state.write_blocks(updates)
-        if copies:
-            copy_pairs(self._core, copies)
+        copy_pairs(self._core, copies)
         if self._core.step.keeps_state:
             slots = self._blocks.slots
             pairs = torch.tensor([[slots[source] for source in sources], slots], device="cpu")
@@ -396,7 +400,7 @@ class BatchRun:
         Args:
             num_steps: steps kept; the token of the last one is not in the cache yet.
         """
-        assert self._keeps != "nothing", "a run whose keys and values are wanted is told so"
+        assert self.keeps != "nothing", "a run whose keys and values are wanted is told so"
         rows = [
             (slot, self._cached[source], length + num_steps - 1)
             for slot, source, length in zip(
@@ -404,6 +408,26 @@ class BatchRun:
             )
         ]
         return gather_kv(self._core, layer, rows)
+
+    def lease_blocks(self, num_steps: int) -> LeasedBlocks:
+        """Hand over what `gather_kv` would copy out, with what was there before; the run is over.
+
+        Whoever calls this frees the blocks.
+        """
+        assert self.keeps != "nothing" and not self._drops
+        lengths = [length + num_steps - 1 for length in self._lengths]
+        held = self._blocks.hand_over(lengths)
+        return LeasedBlocks.of_core(self._core, held, lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row's prompt."""
+        return tuple(self._lengths)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Of these, how many were in a cache before the run."""
+        return tuple(self._cached[prompt] for prompt in self._sources)
 
     def tokens(self, num_steps: int) -> Tensor:
         """Return the sampled tokens [num_rows, num_steps] int64 of the first `num_steps` steps."""

@@ -18,10 +18,12 @@ from torch_paged.config import Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
 from torch_paged.engine.host_memory import available_bytes
+from torch_paged.engine.leases import Leases
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
 from torch_paged.engine.sampling_state import SamplingState
 from torch_paged.engine.slot_pool import SlotPool
+from torch_paged.engine.turns import Turns
 from torch_paged.errors import OutOfBlocks, TorchPagedError
 from torch_paged.graphs.buckets import default_buckets
 from torch_paged.graphs.capture import GraphCache
@@ -69,9 +71,16 @@ class EngineCore:
         step: the model's step.
         config: validated configuration.
         max_model_len: tokens that a block table row has room for at first, unless all are short.
+        turns: lock and stream order of the model.
+
+    Attributes:
+        leases: blocks that nobody computes with; they come back when room is needed.
     """
 
-    def __init__(self, step: StepModel, config: Config, max_model_len: int) -> None:
+    def __init__(
+        self, step: StepModel, config: Config, max_model_len: int, turns: Turns | None = None
+    ) -> None:
+        self.leases = Leases(turns or Turns())
         self.step = step
         self.config = config
         self.counters = Counters()
@@ -146,6 +155,16 @@ class EngineCore:
         return 0 if self._pool is None else self._pool.num_blocks
 
     @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold, without those that only a lease keeps."""
+        return 0 if self._allocator is None else self._allocator.num_live - self.num_leased
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that only a lease keeps."""
+        return 0 if self._allocator is None else self.leases.num_leased(self._allocator)
+
+    @property
     def device(self) -> torch.device:
         return self.step.device
 
@@ -159,6 +178,7 @@ class EngineCore:
         """
         while self.orphans:
             self.orphans.pop()()
+        self.leases.collect()
         if self._pool is None:
             shapes = self.step.layer_shapes
             self._pool = KVPool(
@@ -187,6 +207,23 @@ class EngineCore:
         return self.pool.keys[tensor], self.pool.values[tensor]
 
     def make_room(self, num_blocks: int) -> bool:
+        """Free so many more blocks: grow the pool, or past its limit revoke leases.
+
+        False when neither gives enough.
+        """
+        wanted = self.allocator.num_free + num_blocks
+        self.leases.collect()
+        missing = wanted - self.allocator.num_free
+        if missing <= 0 or self._grow_pool(missing):
+            return True
+        leased = self.num_leased
+        if missing > leased:
+            if not leased or not self._grow_pool(missing - leased):
+                return False
+            missing = wanted - self.allocator.num_free
+        return self.leases.free_up(missing, self.allocator)
+
+    def _grow_pool(self, num_blocks: int) -> bool:
         """Grow the pool by at least `num_blocks`; False when its limit does not allow that."""
         pool = self.pool
         least = pool.num_blocks + num_blocks
@@ -243,7 +280,12 @@ class EngineCore:
         return EagerRunner(self.step, self.state)
 
     def release(self) -> None:
-        """Give back the KV pool, the graphs and the slot state."""
+        """Give back the KV pool, the graphs and the slot state.
+
+        Raises:
+            OutOfMemory: there is no memory to copy out leased blocks; nothing was given back.
+        """
+        self.leases.revoke_all()
         self._drop_graphs()
         self._graphs = None
         if self._pool is not None:

@@ -62,6 +62,8 @@ def gather_kv(
 
 def copy_pairs(core: EngineCore, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks (from, to) in all layers that keep anything there."""
+    if not pairs:
+        return
     ids = to_device(torch.tensor(pairs, device="cpu").T.contiguous(), core.device)
     for cache in (*core.pool.keys, *core.pool.values):
         copy_blocks(cache, ids[0], ids[1])

@@ -25,7 +25,9 @@ class PackedPrompts:
         positions: [num_tokens] int32 rotary positions.
         last_positions: [num_prompts] rotary position of each prompt's last token.
         rows: the prompt of each row; None: one row for each prompt.
-        cached: first tokens of each prompt whose keys and values `cached_kv` has; None: no such.
+        cached: first tokens of each prompt whose keys and values are there already: `cached_kv`
+            has them, or `held`; None: no such.
+        held: blocks that others hold, by prompt and kind.
     """
 
     lengths: tuple[int, ...]
@@ -36,6 +38,7 @@ class PackedPrompts:
     rows: tuple[int, ...] | None = None
     cached: tuple[int, ...] | None = None
     cached_kv: CachedKV | None = None
+    held: Sequence[Sequence[HeldBlocks]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Reordered(NamedTuple):
 class RowBlocks:
     """The blocks of each row, the full ones of equal rows shared by reference count.
 
-    A block that a row will write has that row as its only owner.
+    A block that a row will write has that row as its only owner, but for what it has adopted.
 
     Args:
         make_room: asked for that many more blocks; grows the allocator and returns True, or
@@ -65,6 +65,57 @@ class RowBlocks:
                 self._allocator.free(held.ids)
             self._pool.give_back(slot)
         self.slots, self.held = [], []
+
+    def hand_over(self, num_tokens: Sequence[int]) -> list[list[HeldBlocks]]:
+        """Let the caller have the blocks of so many tokens of each row; free the others."""
+        handed, self.held = self.held, [no_blocks(self._kinds) for _ in self.held]
+        for row, tokens in zip(handed, num_tokens, strict=True):
+            end = -(-tokens // self._block_size)
+            for held in row:
+                kept = held.columns(held.first, end)
+                self._allocator.free(held.ids[len(kept) :])
+                held.ids = kept
+        return handed
+
+    def adopt(
+        self, heads: Sequence[Sequence[HeldBlocks]], num_tokens: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Let rows without blocks begin with so many tokens that others hold.
+
+        Of a partial block with one holder, who looks at no more than these tokens, a row writes
+        the rest; any other it copies.
+
+        Args:
+            heads: by row and kind.
+
+        Returns:
+            Blocks (from, to) to copy before anything else is done here.
+
+        Raises:
+            OutOfBlocks: no room for the copies of partial blocks.
+        """
+        partial = []
+        for row, head, tokens in zip(self.held, heads, num_tokens, strict=True):
+            end = -(-tokens // self._block_size)
+            last = [block for source in head for block in source.columns(end - 1, end)]
+            shared = any(self._allocator.refcount(block) > 1 for block in last)
+            for held, source in zip(row, head, strict=True):
+                ids = source.columns(source.first, end)
+                self._allocator.fork(ids)
+                held.first, held.ids = source.first, ids
+            if shared and tokens % self._block_size:
+                partial.append((row, end - 1))
+        self._reserve(len(partial) * sum(kind.num_tables for kind in self._kinds))
+        return [pair for row, column in partial for pair in self._own_column(row, column)]
+
+    def all_updates(self) -> tuple[BlockUpdate, ...]:
+        """Write everything that the rows hold."""
+        return tuple(
+            update
+            for slot, row in zip(self.slots, self.held, strict=True)
+            for held in row
+            for update in held.updates(slot, held.first)
+        )
 
     def grow(
         self, num_tokens: Sequence[int], *, windowed: bool | None = None

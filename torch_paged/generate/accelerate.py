@@ -105,9 +105,12 @@ def restore(model: nn.Module) -> None:
     Does nothing for a model that is not accelerated.
     """
     target = unwrap(model)
-    session = remove_session(target)
+    session = find_session(target)
     if session is None:
         return
+    # First: what cannot be copied out for lack of memory leaves everything as it is.
+    session.revoke_leases()
+    remove_session(target)
     drop_cached_manager(target)
     session.release()
     _FINALIZERS.pop(target)()

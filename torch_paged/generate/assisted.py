@@ -18,6 +18,7 @@ from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.row_run import RowRun
 from torch_paged.generate.decide import Call, fallback_reasons
 from torch_paged.generate.drafts import draft_with
+from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.past import fill_cache, num_past_columns, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
@@ -147,6 +148,7 @@ def assisted_decoding(
     if session is None or input_ids.shape[0] > 1:
         return run_method(self, model_kwargs)
     call = Call(*rest, synced_gpus, streamer, model_kwargs)
+    settle_foreign(seams.call_cache(model_kwargs), session.core)
     with session.lock, on_model_device(session):
         reasons = _draft_reasons(call, assistant_model)
         reasons = fallback_reasons(self, session, call, "_assisted_decoding") or reasons
@@ -189,7 +191,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
     core, step = session.core, session.step
     assert core is not None and step is not None
     config, kwargs = call.generation_config, dict(call.model_kwargs)
-    prompts, columns = pack(step.device, call.input_ids, kwargs, config)
+    prompts, columns = pack(step, core, call.input_ids, kwargs, config)
     cache, width = seams.call_cache(kwargs), call.input_ids.shape[1]
     draft_seams.record_past(cache)
     keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.past import fill_cache, wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
@@ -83,6 +84,7 @@ def beam_search(
     if session is None:
         return original()
     call = Call(*rest, synced_gpus, None, model_kwargs)
+    settle_foreign(seams.call_cache(model_kwargs), session.core)
     with session.lock, on_model_device(session):
         reasons = fallback_reasons(self, session, call, "_beam_search")
         if reasons:
@@ -96,7 +98,7 @@ def beam_search(
 def _run(model: Any, session: Session, call: Call) -> Any:
     assert session.core is not None and session.step is not None
     config, kwargs = call.generation_config, dict(call.model_kwargs)
-    prompts, columns = pack(session.step.device, call.input_ids, kwargs, config)
+    prompts, columns = pack(session.step, session.core, call.input_ids, kwargs, config)
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
     cache = seams.call_cache(kwargs)

@@ -135,12 +135,12 @@ class Drafter:
 
     def _catch_up(self, ids: Tensor) -> Tensor:
         """Return logits [1, vocab_size] behind all ids."""
-        core = self._session.core
-        assert core is not None and self._call is not None
+        core, step = self._session.core, self._session.step
+        assert core is not None and step is not None and self._call is not None
         run = self._run
         if run is None:
             call = self._call
-            prompts, _ = pack(core.device, ids, call.model_kwargs, call.generation_config)
+            prompts, _ = pack(step, core, ids, call.model_kwargs, call.generation_config)
             run = self._run = self._rows.enter_context(RowRun(core, prompts))
             self._padding = ids.shape[1] - run.num_tokens
             return run.prefill()

@@ -12,6 +12,7 @@ from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchRun, Keeps
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.packed_prompts import CachedKV
+from torch_paged.generate.leased_cache import CacheLease
 from torch_paged.patches import seams
 from torch_paged.patches.patched_step import PatchedStep
 
@@ -24,11 +25,13 @@ class Columns:
         num_past: those that the cache has.
         num_new: those to be run.
         real: [num_rows, num_past + num_new] on the model's device; None where all are.
+        lease: has those of the cache in blocks that the run goes on from; None: they are copied.
     """
 
     num_past: int
     num_new: int
     real: Tensor | None
+    lease: CacheLease | None = None
 
     @property
     def cached_index(self) -> Tensor | None:

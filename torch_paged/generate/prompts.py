@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import PackedPrompts
+from torch_paged.engine.core import EngineCore
+from torch_paged.generate.leased_cache import CacheLease, reusable
 from torch_paged.generate.past import Columns, cached_kv, full_width, num_past_columns
 from torch_paged.patches import seams
+from torch_paged.patches.patched_step import PatchedStep
 
 
 class Prompts(NamedTuple):
@@ -19,8 +23,15 @@ class Prompts(NamedTuple):
     columns: Columns
 
 
-def pack(device: torch.device, input_ids: Tensor, kwargs: dict[str, Any], config: Any) -> Prompts:
+def pack(
+    step: DecoderStep | PatchedStep,
+    core: EngineCore,
+    input_ids: Tensor,
+    kwargs: dict[str, Any],
+    config: Any,
+) -> Prompts:
     """Drop the padding: rows one after the other, with the positions that generate gave them."""
+    device = step.device
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     tokens = input_ids if embeds is None else embeds
     positions, cache = kwargs.get("position_ids"), seams.call_cache(kwargs)
@@ -39,14 +50,20 @@ def pack(device: torch.device, input_ids: Tensor, kwargs: dict[str, Any], config
         mask = None if mask is None else mask[index.to(mask.device)]
         rows = len(firsts)
     real = None
+    lease = reusable(cache, step.cache_layers, core) if past else None
     lengths, cached = (past + width,) * rows, (past,) * rows
     if mask is not None:
         real = mask.to(device) != 0
         # A row that is all padding still gives an answer: its last token stands for it.
         real[:, -1] |= ~real.any(-1)
-        counts = torch.stack([real.sum(-1), real[:, :past].sum(-1)]).tolist()
-        lengths, cached = tuple(counts[0]), tuple(counts[1])
-    columns = Columns(past, width, real)
+        counts = [real.sum(-1), real[:, :past].sum(-1)]
+        if lease is not None:
+            counts.append(_differences(real, lease, past))
+        lengths, cached, *differing = map(tuple, torch.stack(counts).tolist())
+        lease = lease if differing and not any(differing[0]) else None
+    elif lease is not None and lease.view.real is not None:
+        lease = None
+    columns = Columns(past, width, real, lease)
     index_of_new = columns.new_index
 
     def packed(values: Tensor) -> Tensor:
@@ -61,11 +78,19 @@ def pack(device: torch.device, input_ids: Tensor, kwargs: dict[str, Any], config
         last_positions=positions[:, -1],
         rows=copies,
         cached=cached if past else None,
-        cached_kv=cached_kv(cache, columns) if past else None,
+        cached_kv=cached_kv(cache, columns) if past and lease is None else None,
+        held=None if lease is None else lease.blocks.held,
     )
     if copies is not None and real is not None:
         columns = Columns(past, width, real[torch.tensor(copies, device=device)])
     return Prompts(prompts, columns)
+
+
+def _differences(real: Tensor, lease: CacheLease, num_columns: int) -> Tensor:
+    """Count in each row the columns that are real here and not in a lease, or the reverse."""
+    known = lease.view.real
+    here = real[:, :num_columns]
+    return (~here if known is None else here != known[:, :num_columns]).sum(-1)
 
 
 def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int, ...] | None:

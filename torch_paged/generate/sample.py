@@ -14,15 +14,17 @@ from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.sampler import Sampler
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
+from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.logprobs import (
     RecordingSampler,
     TokenLogprobs,
     WatchedProcessors,
     take_recording_sampler,
 )
-from torch_paged.generate.past import fill_cache, wanted_kv
+from torch_paged.generate.past import wanted_kv
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
+from torch_paged.generate.returned_cache import hand_to_cache
 from torch_paged.generate.samplers import make_sampler
 from torch_paged.generate.session import Session
 from torch_paged.patches import seams
@@ -67,6 +69,7 @@ def sample(
         streamer,
         model_kwargs,
     )
+    settle_foreign(seams.call_cache(model_kwargs), session.core)
     with session.lock, on_model_device(session):
         decision = decide(self, session, call)
         if decision.loop is not None:
@@ -114,8 +117,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     config = call.generation_config
     lag = session.config.lag if decision.loop != "stepped" else 0
     assert session.step is not None
-    device = session.step.device
-    prompts, columns = pack(device, call.input_ids, call.model_kwargs, config)
+    prompts, columns = pack(session.step, session.core, call.input_ids, call.model_kwargs, config)
     limits = BatchLimits(
         decision.max_new_tokens or _UNLIMITED,
         decision.eos_ids or (),
@@ -139,7 +141,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         if call.streamer is not None:
             call.streamer.end()
         if keeps != "nothing":
-            fill_cache(cache, run, columns, num_steps, session.step)
+            hand_to_cache(cache, run, columns, num_steps, session.step, session.core)
         if not config.return_dict_in_generate:
             return sequences
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)

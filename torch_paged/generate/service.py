@@ -98,7 +98,7 @@ class Service:
         """Return how busy it is, for a progress bar."""
         running, core = self.engine.num_running, self.engine.core
         waiting = max(len(self._live) - running, 0)
-        used = core.allocator.num_live / max(core.num_blocks, 1) if core.is_prepared else 0.0
+        used = core.num_used / max(core.num_blocks, 1) if core.is_prepared else 0.0
         return f"{running} running, {waiting} waiting, KV {used:.0%}"
 
     def start(self) -> None:

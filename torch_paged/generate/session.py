@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import weakref
 from collections import Counter
@@ -16,6 +15,7 @@ from torch_paged.config import Config
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
+from torch_paged.engine.turns import Turns
 from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
@@ -52,7 +52,7 @@ class Session:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config = config
-        self.lock = threading.RLock()
+        self.turns = Turns()
         self.fallbacks: Counter[str] = Counter()
         self.last_call: CallReport | None = None
         self.core: EngineCore | None = None
@@ -63,12 +63,15 @@ class Session:
         # Where calls leave their log-probabilities, if anyone wants them.
         self.logprobs: TokenLogprobs | None = None
         self._model = weakref.ref(model)
-        self._last_stream: torch.cuda.Stream | None = None
         self._verified: set[tuple[torch.device, torch.dtype]] = set()
         self._placement = ""
         self._undecided = False
         self.read()
-        _SESSIONS.add(self)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever uses the model, its core or its pool."""
+        return self.turns.lock
 
     @property
     def model(self) -> Any:
@@ -120,7 +123,10 @@ class Session:
         self.step = step
         text = self.model.config.get_text_config()
         limit = getattr(text, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
-        self.core = EngineCore(step, self.config, min(int(limit), _MAX_TABLE_TOKENS))
+        length = min(int(limit), _MAX_TABLE_TOKENS)
+        self.core = EngineCore(step, self.config, length, self.turns)
+        # A session ends with its model.
+        weakref.finalize(self, self.core.leases.end_of_model).atexit = False
 
     def _outer_reason(self) -> str:
         """Say what rules out both of our tiers, or return ""."""
@@ -165,12 +171,8 @@ class Session:
 
     def enter_stream(self) -> None:
         """Order this call behind the last one when the caller's stream has changed."""
-        if self.step is None or self.step.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.step.device)
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        if self.step is not None:
+            self.turns.enter_stream(self.step.device)
 
     def miss_logprobs(self, why: str) -> None:
         """Note that a call leaves no log-probabilities."""
@@ -200,14 +202,14 @@ class Session:
         if core is None:
             return Stats(fallbacks=dict(self.fallbacks))
         graphs, counters = core.graphs, core.counters
-        used = 0 if core.num_blocks == 0 else core.num_blocks - core.allocator.num_free
         per_step = 1e3 * counters.seconds / counters.steps if counters.steps else None
         return Stats(
             tokens=counters.tokens,
             steps=counters.steps,
             ms_per_step=per_step,
             kv_blocks_total=core.num_blocks,
-            kv_blocks_used=used,
+            kv_blocks_used=core.num_used,
+            kv_blocks_leased=core.num_leased,
             kv_bytes=0 if core.num_blocks == 0 else core.pool.nbytes,
             graphs=0 if graphs is None else graphs.num_graphs,
             graph_bytes=0 if graphs is None else graphs.nbytes,
@@ -217,8 +219,18 @@ class Session:
             not_captured={} if graphs is None else dict(graphs.refusals),
         )
 
+    def revoke_leases(self) -> None:
+        """Copy out what returned caches hold."""
+        if self.core is not None:
+            with self.lock:
+                self.core.leases.revoke_all()
+
     def release(self) -> None:
-        """Give pool, graphs and slot state back; the next call takes them again."""
+        """Give pool, graphs and slot state back; the next call takes them again.
+
+        Raises:
+            OutOfMemory: no memory to copy out what returned caches hold; nothing was given back.
+        """
         self.samplers.clear()
         if self.core is not None:
             with self.lock:
@@ -250,16 +262,3 @@ def placement_reason(model: Any) -> str:
     if capability < _OLDEST_CAPABILITY:
         return f"the GPU is sm_{capability[0]}{capability[1]}, older than sm_75"
     return ""
-
-
-_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _reset_locks() -> None:
-    # A lock held by another thread at the time of the fork would stay held for ever.
-    for session in list(_SESSIONS):
-        session.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_locks)

@@ -1,6 +1,7 @@
 """Every symbol of transformers that is private or has moved between releases, in one file.
 
-Those of candidate generators are in draft_seams.py, of layers with a state in state_seams.py.
+Those of candidate generators are in draft_seams.py, of layers with a state in state_seams.py, of
+caches over blocks in lease_seams.py.
 
 tests/patches/test_seams.py holds these on the oldest and the newest supported release.
 """
@@ -28,7 +29,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import logits_process as logits_process
 from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
@@ -37,6 +38,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
+
+from torch_paged.patches.lease_seams import is_plain_layer, state_shapes
 
 # 5.24 renamed the forward argument and the output field `past_key_values`, in models without
 # attention `cache_params`, to `cache`.
@@ -261,13 +264,13 @@ def has_plain_layers(cache: Any, num_rows: int, shapes: Sequence[Any]) -> bool:
         shapes: of each layer, as `LayerShape` has them.
     """
     layers = cache.layers
-    if len(layers) != len(shapes) or any(type(layer) is not DynamicLayer for layer in layers):
+    if len(layers) != len(shapes) or not all(map(is_plain_layer, layers)):
         return False
     length = cache_length(cache)
     for layer, shape in zip(layers, shapes, strict=True):
         sizes = (shape.head_dim, shape.v_head_dim)
-        for states, dim in zip((layer.keys, layer.values), sizes, strict=True):
-            if states is None or states.shape != (num_rows, shape.num_kv_heads, length, dim):
+        for found, dim in zip(state_shapes(layer), sizes, strict=True):
+            if found != (num_rows, shape.num_kv_heads, length, dim):
                 return False
     return True
 
