@@ -17,6 +17,7 @@ from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.gpt_neox import read_gpt_neox
 from torch_paged.patches.llama_like import read_llama_like
+from torch_paged.patches.multimodal import WRAPPERS, is_around, read_multimodal, text_models
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import global_forward_hooks, is_output_capturing_hook
 from torch_paged.patches.traits import (
@@ -95,7 +96,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ("phi.modeling_phi", "PhiForCausalLM"): Traits(
         norm_kind="layer",
         norms=SHARED_NORM,
-        final_norm="model.final_layernorm",
+        final_norm="final_layernorm",
         parallel=True,
         output="dense",
         mlp=MlpNames(("fc1",), "fc2", gated=False),
@@ -197,6 +198,8 @@ FAMILIES: dict[tuple[str, str], Reader] = {
     **{key: _llama_like(key[0], traits) for key, traits in LLAMA_LIKE.items()},
     ("gpt_neox.modeling_gpt_neox", "GPTNeoXForCausalLM"): read_gpt_neox,
 }
+# Of models with images, the text models that can be read.
+TEXT_MODELS = text_models(LLAMA_LIKE)
 
 
 def read_spec(model: nn.Module) -> DecoderSpec:
@@ -206,22 +209,29 @@ def read_spec(model: nn.Module) -> DecoderSpec:
         SpecRefusal: no row for the class, or this instance departs from what its row says.
     """
     cls = type(model)
-    reader = FAMILIES.get((cls.__module__.removeprefix("transformers.models."), cls.__name__))
-    if reader is None or not cls.__module__.startswith("transformers.models."):
+    key = (cls.__module__.removeprefix("transformers.models."), cls.__name__)
+    reader, text = FAMILIES.get(key), WRAPPERS.get(key, "")
+    if not (reader or text) or not cls.__module__.startswith("transformers.models."):
         raise SpecRefusal(f"{NO_ROW} {cls.__module__}.{cls.__qualname__}")
     try:
-        spec = reader(model)
+        spec = reader(model) if reader else read_multimodal(model, text, TEXT_MODELS)
     except AttributeError as error:
         raise SpecRefusal(f"its modules are not those of {cls.__qualname__}: {error}") from error
-    _refuse_overridden_containers(model, spec)
+    _refuse_overridden_containers(model, spec, text)
     return spec
 
 
-def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
-    """Modules above the spec's own are not called, so nothing may hang there."""
+def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec, text: str) -> None:
+    """Modules above the spec's own are not called, so nothing may hang there.
+
+    Args:
+        text: name of the text model beside whose modules others may be, which are called.
+    """
     owned = [ref.module for ref in spec_modules(spec)]
     called = {id(module) for owner in owned for module in owner.modules()}
     for name, module in model.named_modules():
+        if text and not is_around(name, text):
+            continue
         reason = override_reason(module, ignore_hook=is_output_capturing_hook)
         if reason and id(module) not in called:
             raise SpecRefusal(f"{name or 'the model'} cannot be bypassed: {reason}")
