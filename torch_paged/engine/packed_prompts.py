@@ -20,12 +20,14 @@ class PackedPrompts:
     """Prompts without their padding, one after the other, on the model's device.
 
     Attributes:
-        lengths: tokens of each prompt, those in `cached` included; at least 1 is not in there.
+        lengths: tokens of each prompt, those in `cached` included; without `logits` at least 1 is
+            not in there.
         ids: [num_tokens] int64, or None where `embeddings` [num_tokens, hidden_size] is given.
         positions: [num_tokens] int32 rotary positions.
         last_positions: [num_prompts] rotary position of each prompt's last token.
         rows: the prompt of each row; None: one row for each prompt.
         cached: first tokens of each prompt whose keys and values `cached_kv` has; None: no such.
+        logits: [num_prompts, vocab_size] of the last tokens, where all tokens are in `cached`.
     """
 
     lengths: tuple[int, ...]
@@ -36,6 +38,7 @@ class PackedPrompts:
     rows: tuple[int, ...] | None = None
     cached: tuple[int, ...] | None = None
     cached_kv: CachedKV | None = None
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.row_run import RowRun
-from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import fallback_reasons
 from torch_paged.generate.draft_sampler import DraftSampler, take_draft_sampler
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session

@@ -13,7 +13,9 @@ from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.sampler import Sampler
 from torch_paged.errors import UnsupportedFeatureError
-from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import OPTED_OUT, Decision, decide
+from torch_paged.generate.images import prompts_of
 from torch_paged.generate.logprobs import (
     RecordingSampler,
     TokenLogprobs,
@@ -21,7 +23,6 @@ from torch_paged.generate.logprobs import (
     take_recording_sampler,
 )
 from torch_paged.generate.past import fill_cache, wanted_kv
-from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.samplers import make_sampler
 from torch_paged.generate.session import Session
@@ -113,17 +114,16 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     assert session.core is not None
     config = call.generation_config
     lag = session.config.lag if decision.loop != "stepped" else 0
-    assert session.step is not None
-    device = session.step.device
-    prompts, columns = pack(device, call.input_ids, call.model_kwargs, config)
+    cache = seams.call_cache(call.model_kwargs)
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
     limits = BatchLimits(
         decision.max_new_tokens or _UNLIMITED,
         decision.eos_ids or (),
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
-    cache = seams.call_cache(call.model_kwargs)
-    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
+    with one_kind_of_error():
+        prompts, columns = prompts_of(session, call, keeps)
     batch = BatchRun(session.core, prompts, limits, lag, keeps=keeps)
     with one_kind_of_error(), batch as run:
         logits = run.prefill()

@@ -202,6 +202,15 @@ FAMILIES: dict[tuple[str, str], Reader] = {
 TEXT_MODELS = text_models(LLAMA_LIKE)
 
 
+def is_multimodal(model: nn.Module) -> bool:
+    """Say whether the table has the class of `model` as one that reads images."""
+    return _key(type(model)) in WRAPPERS
+
+
+def _key(cls: type) -> tuple[str, str]:
+    return cls.__module__.removeprefix("transformers.models."), cls.__name__
+
+
 def read_spec(model: nn.Module) -> DecoderSpec:
     """Read `model` into a spec.
 
@@ -209,7 +218,7 @@ def read_spec(model: nn.Module) -> DecoderSpec:
         SpecRefusal: no row for the class, or this instance departs from what its row says.
     """
     cls = type(model)
-    key = (cls.__module__.removeprefix("transformers.models."), cls.__name__)
+    key = _key(cls)
     reader, text = FAMILIES.get(key), WRAPPERS.get(key, "")
     if not (reader or text) or not cls.__module__.startswith("transformers.models."):
         raise SpecRefusal(f"{NO_ROW} {cls.__module__}.{cls.__qualname__}")
