@@ -85,6 +85,7 @@ def _gemma3() -> Gemma3Config:
         boi_token_index=START,
         eoi_token_index=END,
         tie_word_embeddings=False,
+        initializer_range=0.35,
     )
 
 
@@ -135,12 +136,12 @@ def _qwen3_vl() -> Qwen3VLConfig:
 
 KINDS = {
     "llava-llama": Kind(lambda: _llava(LlamaConfig), 1, False),
-    "llava-qwen2": Kind(lambda: _llava(Qwen2Config), 1, False),
-    "llava-mistral": Kind(lambda: _llava(MistralConfig, sliding_window=17), 1, False),
-    "gemma3": Kind(_gemma3, 1, False),
-    "qwen2_vl": Kind(_qwen2_vl, 1, True),
-    "qwen2_5_vl": Kind(_qwen2_5_vl, 1, True),
-    "qwen3_vl": Kind(_qwen3_vl, 1, True),
+    "llava-qwen2": Kind(lambda: _llava(Qwen2Config), 26, False),
+    "llava-mistral": Kind(lambda: _llava(MistralConfig, sliding_window=17), 12, False),
+    "gemma3": Kind(_gemma3, 9, False),
+    "qwen2_vl": Kind(_qwen2_vl, 27, True),
+    "qwen2_5_vl": Kind(_qwen2_5_vl, 13, True),
+    "qwen3_vl": Kind(_qwen3_vl, 11, True),
 }
 
 
@@ -156,7 +157,8 @@ def tiny_multimodal(
     noise = torch.Generator().manual_seed(1000 + seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
+            # Gemma 3's projection of images begins as zeros.
+            if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=noise))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

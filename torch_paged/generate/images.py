@@ -6,12 +6,14 @@ positions its tokens have, which tokens see one another. Behind the prompt there
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_paged.engine.batch import Keeps, PackedPrompts
+from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.call import Call
 from torch_paged.generate.past import Columns, cached_kv, num_past_columns, text_positions
 from torch_paged.generate.prompts import Prompts, pack, real_columns
@@ -43,6 +45,20 @@ def own_prefill_reasons(session: Session, call: Call) -> list[str]:
     if _components_differ(call, slice(-1, None)):
         return ["the prompt ends with an image, whose last token has a position of three parts"]
     return []
+
+
+def refuse_images(model: Any, ids: Sequence[int], overrides: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedFeatureError` for a request to an engine that is not text alone."""
+    given = sorted(image_seams.IMAGE_INPUTS & overrides.keys())
+    if not given:
+        placeholders = image_seams.placeholder_ids(model.config)
+        found = placeholders.intersection(ids) if placeholders else ()
+        given = [f"the id {token} of an image or video" for token in sorted(found)]
+    if given:
+        raise UnsupportedFeatureError(
+            f"an engine takes prompts of text alone, got {', '.join(given)}; call "
+            "model.generate() for prompts with images"
+        )
 
 
 def prompts_of(session: Session, call: Call, keeps: Keeps) -> Prompts:
@@ -91,4 +107,4 @@ def _last_positions(
     return positions[:, -1].to(device).expand(rows)
 
 
-__all__ = ["is_own_prefill", "own_prefill_reasons", "prompts_of"]
+__all__ = ["is_own_prefill", "own_prefill_reasons", "prompts_of", "refuse_images"]

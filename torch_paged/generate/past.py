@@ -100,9 +100,7 @@ def wanted_kv(cache: Any, returned: bool, core: EngineCore) -> Keeps:
     return "windows" if seams.forgets_behind_windows(cache, core.layout.windows) else "all"
 
 
-def cached_kv(
-    cache: Any, columns: Columns, states: LayerStates = seams.layer_states
-) -> CachedKV:
+def cached_kv(cache: Any, columns: Columns, states: LayerStates = seams.layer_states) -> CachedKV:
     """Return the reader of the real columns of a cache, layer by layer.
 
     Args:

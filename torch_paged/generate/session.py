@@ -21,7 +21,13 @@ from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
 from torch_paged.ops.triton_compat import HAS_TRITON
-from torch_paged.patches.families import dropout_reason, hook_reason, is_multimodal, read_spec
+from torch_paged.patches.families import (
+    dropout_reason,
+    hook_reason,
+    is_multimodal,
+    modules_beside,
+    read_spec,
+)
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import global_forward_hooks
@@ -92,7 +98,8 @@ class Session:
             return
         self.dropout = dropout_reason(self.model)
         try:
-            self._use(DecoderStep(self.model, read_spec(self.model)))
+            beside = modules_beside(self.model)
+            self._use(DecoderStep(self.model, read_spec(self.model), beside=beside))
             self.reads_images = is_multimodal(self.model)
         except SpecRefusal as refusal:
             self.reasons = [str(refusal)]

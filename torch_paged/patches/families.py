@@ -207,6 +207,12 @@ def is_multimodal(model: nn.Module) -> bool:
     return _key(type(model)) in WRAPPERS
 
 
+def modules_beside(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that encode images, which the model itself calls."""
+    text = WRAPPERS.get(_key(type(model)))
+    return [m for name, m in model.named_modules() if text and not is_around(name, text)]
+
+
 def _key(cls: type) -> tuple[str, str]:
     return cls.__module__.removeprefix("transformers.models."), cls.__name__
 
@@ -226,21 +232,16 @@ def read_spec(model: nn.Module) -> DecoderSpec:
         spec = reader(model) if reader else read_multimodal(model, text, TEXT_MODELS)
     except AttributeError as error:
         raise SpecRefusal(f"its modules are not those of {cls.__qualname__}: {error}") from error
-    _refuse_overridden_containers(model, spec, text)
+    _refuse_overridden_containers(model, spec)
     return spec
 
 
-def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec, text: str) -> None:
-    """Modules above the spec's own are not called, so nothing may hang there.
-
-    Args:
-        text: name of the text model beside whose modules others may be, which are called.
-    """
+def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
+    """Modules above the spec's own are not called, so nothing may hang there."""
     owned = [ref.module for ref in spec_modules(spec)]
     called = {id(module) for owner in owned for module in owner.modules()}
+    called |= {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
-        if text and not is_around(name, text):
-            continue
         reason = override_reason(module, ignore_hook=is_output_capturing_hook)
         if reason and id(module) not in called:
             raise SpecRefusal(f"{name or 'the model'} cannot be bypassed: {reason}")
@@ -254,7 +255,10 @@ def hook_reason(model: nn.Module) -> str:
     """
     if any(global_forward_hooks()):
         return "there are global forward hooks"
+    beside = {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
+        if id(module) in beside:
+            continue
         for hooks in hook_dicts(module):
             if any(not is_output_capturing_hook(hook) for hook in hooks.values()):
                 return f"{name or 'the model'} has forward hooks"

@@ -29,6 +29,8 @@ _BESIDE = frozenset(
     }
 )
 IMAGE_INPUTS = _FEATURES | _BESIDE
+# Fields of a config with the id that stands in a prompt where features are merged.
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 class OwnPrefill(NamedTuple):
@@ -55,6 +57,12 @@ def has_images(kwargs: Mapping[str, Any]) -> bool:
     return types is not None and bool(types.any())
 
 
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """Return the ids that images and videos have in prompts."""
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
 def own_prefill(
     model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], cache: Any = None
 ) -> OwnPrefill:
@@ -68,7 +76,7 @@ def own_prefill(
     cache = DynamicCache() if cache is None else cache
     name = cache_name(kwargs) or next(n for n in CACHE_NAMES if n in forward_arguments(model))
     output = model._prefill(input_ids, config, {**kwargs, name: cache})
-    return OwnPrefill(output.logits[:, -1], cache)
+    return OwnPrefill(output.logits[:, -1].contiguous(), cache)
 
 
 def take_states(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
@@ -91,5 +99,6 @@ __all__ = [
     "append_states",
     "has_images",
     "own_prefill",
+    "placeholder_ids",
     "take_states",
 ]

@@ -55,7 +55,9 @@ def read_multimodal(model: Any, text: str, traits: Mapping[Key, Traits]) -> Deco
     cls = type(module)
     row = traits.get((cls.__module__.removeprefix("transformers.models."), cls.__name__))
     if row is None or not cls.__module__.startswith("transformers.models."):
-        raise SpecRefusal(f"no fused decoder for its text model {cls.__module__}.{cls.__qualname__}")
+        raise SpecRefusal(
+            f"no fused decoder for its text model {cls.__module__}.{cls.__qualname__}"
+        )
     family = type(model).__module__.split(".")[2]
     spec = read_llama_like(model, family, row, text, module.config)
     # What a causal LM does beyond its text model is not done here.
@@ -63,7 +65,12 @@ def read_multimodal(model: Any, text: str, traits: Mapping[Key, Traits]) -> Deco
 
 
 def is_around(name: str, text: str) -> bool:
-    """Say whether a module is the text model at the dotted name `text`, in it or above it."""
+    """Say whether a module is the text model at the dotted name `text`, in it, above it or its head.
+
+    The others encode images, and are called in any case.
+    """
+    if name == "lm_head":
+        return True
     return f"{name}.".startswith(f"{text}.") or f"{text}.".startswith(f"{name}." if name else "")
 
 
