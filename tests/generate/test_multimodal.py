@@ -201,7 +201,8 @@ def test_scores_logits_and_cache_are_returned(case) -> None:
     got = greedy(case.model, **split(case.inputs), **options)
     expected = greedy(case.untouched, **split(case.inputs), **options)
     assert torch.equal(got.sequences, expected.sequences)
-    for ours, theirs in zip((*got.logits, *got.scores), (*expected.logits, *expected.scores)):
+    pairs = zip((*got.logits, *got.scores), (*expected.logits, *expected.scores), strict=True)
+    for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     mask = case.inputs["attention_mask"]
     mask = torch.cat([mask, mask.new_ones(len(mask), 23)], 1)

@@ -122,6 +122,8 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
+    step = session.step
+    assert step is not None
     with one_kind_of_error():
         prompts, columns = prompts_of(session, call, keeps)
     batch = BatchRun(session.core, prompts, limits, lag, keeps=keeps)
@@ -139,7 +141,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         if call.streamer is not None:
             call.streamer.end()
         if keeps != "nothing":
-            fill_cache(cache, run, columns, num_steps, session.step)
+            fill_cache(cache, run, columns, num_steps, step)
         if not config.return_dict_in_generate:
             return sequences
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)

@@ -17,9 +17,8 @@ from torch_paged.patches.traits import Traits
 
 Key = tuple[str, str]
 
-# (module under transformers.models, class) -> name of the text model. Of each class `lm_head` reads
-# what the text model returns and is the last thing that happens, and tokens behind the prompt meet
-# nothing but the two.
+# (module under transformers.models, class) -> name of the text model. In each class tokens behind
+# the prompt meet nothing but the text model and then `lm_head`.
 WRAPPERS: dict[Key, str] = {
     ("gemma3.modeling_gemma3", "Gemma3ForConditionalGeneration"): "model.language_model",
     ("llava.modeling_llava", "LlavaForConditionalGeneration"): "model.language_model",
@@ -30,8 +29,8 @@ WRAPPERS: dict[Key, str] = {
     ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLForConditionalGeneration"): "model.language_model",
 }
 
-# Text models that no causal LM has. Their rotary embedding takes a position of three components; of
-# text these are equal, and then it is the ordinary one, in sections or interleaved.
+# Text models that no causal LM has. Their rotary embedding takes positions of three components. Of
+# text these are equal, and it is the ordinary one then, in sections or interleaved.
 _OWN_TEXT_MODELS: dict[Key, Traits] = {
     ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLTextModel"): Traits(window="module"),
     ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLTextModel"): Traits(window="module"),
@@ -65,7 +64,7 @@ def read_multimodal(model: Any, text: str, traits: Mapping[Key, Traits]) -> Deco
 
 
 def is_around(name: str, text: str) -> bool:
-    """Say whether a module is the text model at the dotted name `text`, in it, above it or its head.
+    """Say whether a module is the text model at the dotted name `text`, or in it, or around it.
 
     The others encode images, and are called in any case.
     """
