@@ -89,9 +89,13 @@ def test_spec_of_the_text_model(name: str) -> None:
     assert spec.embedding.module is model.get_input_embeddings()
     assert len(spec.layers) == model.config.get_text_config().num_hidden_layers
     beside = {id(module) for module in modules_beside(model)}
-    text = {id(module) for module in model.model.language_model.modules()}
+    text = {id(m) for m in model.get_submodule(_text(model)).modules()}
     assert beside and not beside & (text | {id(model), id(model.model), id(model.lm_head)})
     assert len(beside) + len(text) + 3 == len(list(model.modules()))
+
+
+def _text(model: Any) -> str:
+    return "model.language_model" if hasattr(model.model, "language_model") else "model.text_model"
 
 
 def test_placeholders() -> None:

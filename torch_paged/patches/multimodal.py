@@ -13,20 +13,26 @@ from typing import Any
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.patches.llama_like import read_llama_like
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.traits import Traits
+from torch_paged.patches.traits import ExpertsNames, Traits
 
 Key = tuple[str, str]
+
+_LANGUAGE, _TEXT = "model.language_model", "model.text_model"
 
 # (module under transformers.models, class) -> name of the text model. In each class tokens behind
 # the prompt meet nothing but the text model and then `lm_head`.
 WRAPPERS: dict[Key, str] = {
-    ("gemma3.modeling_gemma3", "Gemma3ForConditionalGeneration"): "model.language_model",
-    ("llava.modeling_llava", "LlavaForConditionalGeneration"): "model.language_model",
-    ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLForConditionalGeneration"): "model.language_model",
-    ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): (
-        "model.language_model"
-    ),
-    ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLForConditionalGeneration"): "model.language_model",
+    ("gemma3.modeling_gemma3", "Gemma3ForConditionalGeneration"): _LANGUAGE,
+    ("idefics3.modeling_idefics3", "Idefics3ForConditionalGeneration"): _TEXT,
+    ("internvl.modeling_internvl", "InternVLForConditionalGeneration"): _LANGUAGE,
+    ("llava.modeling_llava", "LlavaForConditionalGeneration"): _LANGUAGE,
+    ("llava_next.modeling_llava_next", "LlavaNextForConditionalGeneration"): _LANGUAGE,
+    ("mistral3.modeling_mistral3", "Mistral3ForConditionalGeneration"): _LANGUAGE,
+    ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLForConditionalGeneration"): _LANGUAGE,
+    ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): _LANGUAGE,
+    ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLForConditionalGeneration"): _LANGUAGE,
+    ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"): _LANGUAGE,
+    ("smolvlm.modeling_smolvlm", "SmolVLMForConditionalGeneration"): _TEXT,
 }
 
 # Text models that no causal LM has. Their rotary embedding takes positions of three components. Of
@@ -35,6 +41,9 @@ _OWN_TEXT_MODELS: dict[Key, Traits] = {
     ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLTextModel"): Traits(window="module"),
     ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLTextModel"): Traits(window="module"),
     ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLTextModel"): Traits(head_norms=("q_norm", "k_norm")),
+    ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeTextModel"): Traits(
+        head_norms=("q_norm", "k_norm"), experts=ExpertsNames(normalise=True)
+    ),
 }
 _TEXT_NAMES = {"Gemma3ForCausalLM": "Gemma3TextModel"}
 
