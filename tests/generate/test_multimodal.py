@@ -7,7 +7,16 @@ import functools
 
 import pytest
 import torch
-from models import CACHE_NAME, cache_of, generator_states, greedy, prompt, seeded, smallest_gap
+from models import (
+    CACHE_NAME,
+    cache_of,
+    generator_states,
+    greedy,
+    padded_prompts,
+    prompt,
+    seeded,
+    smallest_gap,
+)
 from multimodal import IMAGE, KINDS, Picture, inputs_for
 from multimodal_case import (
     LEAST_GAP,
@@ -200,14 +209,14 @@ def test_end_tokens_and_padding(case) -> None:
 
 
 def test_text_alone(case, monkeypatch) -> None:
-    ids = prompt(21, 4, IMAGE, case.device)
+    ids, mask = padded_prompts((5, 16, 21), case.device, IMAGE)
     kinds = torch.zeros_like(ids)
     extra = {}
     if KINDS[case.name].grids:
         extra = {"mm_token_type_ids": kinds}
     elif case.name == "gemma3":
         extra = {"token_type_ids": kinds}
-    case.inputs = {"input_ids": ids}
+    case.inputs = {"input_ids": ids, "attention_mask": mask}
     expected = case.expected(24)
     greedy(case.model, ids, 2)
     # Our own prefill, whatever the processor adds.
@@ -218,8 +227,8 @@ def test_text_alone(case, monkeypatch) -> None:
         raise AssertionError("the model's own forward ran")
 
     monkeypatch.setattr(type(case.model), "forward", forward)
-    assert torch.equal(greedy(case.model, ids), expected)
-    assert torch.equal(greedy(case.model, ids, **extra), expected)
+    assert torch.equal(greedy(case.model, ids, attention_mask=mask), expected)
+    assert torch.equal(greedy(case.model, ids, attention_mask=mask, **extra), expected)
     case.assert_fused()
 
 
@@ -286,6 +295,8 @@ def test_videos(grid, grids_case) -> None:
         frames = [Picture((1, *grid[1:]), seed, video=True) for seed in range(grid[0])]
         rows[0] = [6, *(part for frame in frames for part in (frame, 2)), 5]
     inputs = inputs_for(grids_case.name, rows, grids_case.device)
+    if grids_case.name == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([0.75])
     grids_case.inputs = inputs
     grids_case.compare(30)
 

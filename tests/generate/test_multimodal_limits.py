@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import CACHE_NAME, cache_of, greedy, prompt
-from multimodal import IMAGE, KINDS, Picture, inputs_for
+from multimodal import IMAGE, KINDS, Picture, inputs_for, tiny_multimodal
 from multimodal_case import ROWS, WITH_WINDOW, Case, split
 
 import torch_paged
@@ -69,6 +69,23 @@ def test_prompt_that_ends_with_an_image_falls_back(device) -> None:
     assert torch.equal(got, expected)
     (why,) = torch_paged.explain(case.model).last_call.reasons
     assert why.startswith("the prompt ends with an image")
+
+
+def test_assistant_that_sees_the_images_drafts_with_its_own_code(device) -> None:
+    case, name = Case("llava-llama", device), "llava-llama"
+    inputs = inputs_for(name, ROWS[:1], device)
+    expected = greedy(case.untouched, **split(inputs))
+    assistants = [tiny_multimodal(name, device, seed=3) for _ in range(2)]
+    for model in (case.model, assistants[0]):
+        torch_paged.accelerate(model)
+    drafted = [
+        greedy(model, assistant_model=assistant, **split(inputs))
+        for model, assistant in zip((case.model, case.untouched), assistants, strict=True)
+    ]
+    assert torch.equal(*drafted) and torch.equal(drafted[0], expected)
+    for model in (case.model, assistants[0]):
+        last = torch_paged.explain(model).last_call
+        assert last is not None and last.path == "eager"
 
 
 class TestEngines:
