@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import CACHE_NAME, cache_of, greedy, prompt
 from multimodal import IMAGE, KINDS, Picture, inputs_for, tiny_multimodal
-from multimodal_case import ROWS, WITH_WINDOW, Case, split
+from multimodal_case import ROWS, WITH_WINDOW, Case, split, text_of
 
 import torch_paged
+from torch_paged.patches.families import TEXT_MODELS
 
 
 @pytest.fixture(params=KINDS)
@@ -69,6 +72,22 @@ def test_prompt_that_ends_with_an_image_falls_back(device) -> None:
     assert torch.equal(got, expected)
     (why,) = torch_paged.explain(case.model).last_call.reasons
     assert why.startswith("the prompt ends with an image")
+
+
+@pytest.mark.parametrize("name", ["llava-llama", "qwen3_vl"])
+def test_failed_self_test_leaves_images_to_hugging_face(name, device, monkeypatch) -> None:
+    case = Case(name, device)
+    key = next(k for k in TEXT_MODELS if k[1] == type(text_of(case.model)).__name__)
+    monkeypatch.setitem(TEXT_MODELS, key, replace(TEXT_MODELS[key], interleaved=True))
+    torch_paged.accelerate(case.model)
+    assert torch_paged.explain(case.model).tier == "fused"
+    assert torch.equal(greedy(case.model, **split(case.inputs)), case.expected(24))
+    report = torch_paged.explain(case.model)
+    assert report.tier == "patched" and report.last_call.path == "eager"
+    assert any(reason.startswith("self-test: logits differ") for reason in report.reasons)
+    text = prompt(9, 1, IMAGE, device)
+    assert torch.equal(greedy(case.model, text), greedy(case.untouched, text))
+    assert torch_paged.explain(case.model).last_call.path == "patched"
 
 
 def test_assistant_that_sees_the_images_drafts_with_its_own_code(device) -> None:

@@ -71,9 +71,13 @@ def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> l
     )
     if not reasons:
         reasons = _image_reasons(session, call, method) or _mask_reasons(session, call)
-    if not reasons and (reason := session.self_test_reason()):
-        reasons = [reason]
-    return reasons
+    if reasons:
+        return reasons
+    tested = session.step
+    if reason := session.self_test_reason():
+        return [reason]
+    # A step that failed has given way to one that serves other calls.
+    return [] if session.step is tested else fallback_reasons(model, session, call, method)
 
 
 OPTED_OUT = "opted out: generation_config.torch_paged is False"
