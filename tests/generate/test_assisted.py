@@ -203,9 +203,13 @@ def test_confidences_are_those_of_hugging_face(pair, ids, accelerate, monkeypatc
     from torch_paged.patches import draft_seams
 
     seen: list[list[float]] = []
-    monkeypatch.setattr(
-        draft_seams, "note_confidences", lambda generator, values: seen.append(list(values))
-    )
+    hand_on = draft_seams.note_confidences
+
+    def note(generator, values) -> None:
+        seen.append(list(values))
+        hand_on(generator, values)
+
+    monkeypatch.setattr(draft_seams, "note_confidences", note)
     model, assistant = pair
     assistant.generation_config.assistant_confidence_threshold = 0.3
     scores: list[torch.Tensor] = []

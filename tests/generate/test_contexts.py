@@ -129,7 +129,10 @@ def test_fork_gives_the_tokens_or_a_clear_error(model, device, accelerate) -> No
     finally:
         child.kill()
         child.join(10)
-    assert answer == expected.tolist() or "fork" in str(answer).lower(), answer
+    # On a GPU, CUDA refuses the first tensor that generate() itself makes.
+    refusals = ("fork", "cuda error: initialization error")
+    told = str(answer).lower()
+    assert answer == expected.tolist() or any(refusal in told for refusal in refusals), answer
     assert torch.equal(greedy(model, ids, 8), expected)
 
 
@@ -152,12 +155,22 @@ def test_default_dtype(dtype, model, device, accelerate) -> None:
     assert torch.equal(got_sampled.result, sampled.result)
 
 
-def test_default_device(model, device, accelerate) -> None:
-    ids = prompt(17, 17, device=device)
-    expected = reference(model, ids).sequences
-    with torch.device(device):
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"top_p": 0.9}], ids=str)
+def test_default_device(options, model, device, accelerate) -> None:
+    """On `meta`, whatever is made without a device shows."""
+    ids, mask = padded_prompts((5, 17), device)
+    arguments = {"attention_mask": mask, "max_new_tokens": 16, **options}
+    expected = seeded(copy.deepcopy(model), 2, ids, **arguments)
+    for default in (device, "meta"):
         accelerate(model)
-        assert torch.equal(greedy(model, ids), expected)
+        with torch.device(default):
+            got = seeded(model, 2, ids, **arguments)
+            with torch_paged.Engine(model) as engine:
+                name = engine.add_request(ids[1].tolist(), max_new_tokens=8, do_sample=False)
+                served = engine.run()[name]
+        assert torch.equal(got.result, expected.result)
+        if not options.get("do_sample", True):
+            assert list(served.token_ids) == expected.result[1, 17:25].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")

@@ -49,11 +49,17 @@ def test_logits_of_low_precision(family, dtype, device, accelerate) -> None:
     low = tiny_family(family, device, **without_choice(family)).to(dtype)
     exact = copy.deepcopy(low).float()
     ids, mask = padded_prompts((5, 16, 33), device)
-    tape = torch.cat([prompt(NUM_TOKENS, seed) for seed in (1, 2, 3)])
-    want = forced_logits(exact, ids, mask, tape)
-    theirs = (forced_logits(copy.deepcopy(low), ids, mask, tape) - want).abs()
+    # The largest error is a matter of chance: the more tokens, the less.
+    seeds = range(1, 13) if device.type == "cuda" else range(1, 4)
+    tapes = torch.cat([prompt(NUM_TOKENS, seed) for seed in seeds]).split(3)
+
+    def answer(model) -> Tensor:
+        return torch.cat([forced_logits(model, ids, mask, tape) for tape in tapes])
+
+    want = answer(exact)
+    theirs = (answer(copy.deepcopy(low)) - want).abs()
     accelerate(low)
-    ours = (forced_logits(low, ids, mask, tape) - want).abs()
+    ours = (answer(low) - want).abs()
     assert torch_paged.explain(low).last_call.path == "fused"
     assert float(theirs.max()) > 0
     assert float(ours.square().mean().sqrt()) <= 1.25 * float(theirs.square().mean().sqrt())

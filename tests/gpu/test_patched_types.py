@@ -98,7 +98,9 @@ def run_tier(model: PreTrainedModel, tier: str, cuda_graphs: bool) -> list[Tenso
         assert (report.tier, report.last_call.path) == (tier, tier), str(report)
         assert not stats.fallbacks, stats.fallbacks
         if cuda_graphs and DEVICE == "cuda":
-            assert stats.graphs >= 2 and stats.recaptures == 0, str(stats)
+            # States for more rows are new tensors, and graphs of the old ones are gone.
+            least = 1 if find_session(model).step.keeps_state else 2
+            assert stats.graphs >= least and stats.recaptures == 0, str(stats)
         return outputs
     finally:
         torch_paged.restore(model)

@@ -267,6 +267,27 @@ def test_captured_private_generator_draws_what_eager_draws(cuda_cache):
 
 
 @needs_cuda
+def test_a_capture_leaves_the_offsets_of_draws_alone(cuda_cache):
+    """torch writes an offset of zero as a capture begins: not into a replay that runs."""
+
+    def draw():
+        torch.cuda._sleep(200_000_000)
+        return torch.rand(8, device="cuda")
+
+    torch.manual_seed(7)
+    expected = [torch.rand(8, device="cuda") for _ in range(3)]
+    torch.manual_seed(7)
+    drawn = [torch.rand(8, device="cuda")]
+    with torch.cuda.stream(cuda_cache.pool.stream):
+        torch.cuda._sleep(100_000_000)  # what the capture launches comes late
+    drawn.append(cuda_cache.run("draw", draw).clone())
+    again = cuda_cache.replay("draw")
+    cuda_cache.capture("other", lambda: torch.rand(4, device="cuda"))
+    drawn.append(again.clone())
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+
+
+@needs_cuda
 def test_clear_returns_the_memory_to_the_device():
     x = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
     weight = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ def test_ops_pass_opcheck() -> None:
         ("value", lambda t: t.half(), "value must have the cache's dtype"),
         ("cos", lambda t: t[:, :4], "cos and sin must be alike"),
         ("cos", lambda t: None, "given together"),
-        ("counters", lambda t: t[:4], "counters must be int32 zeros of at least 6"),
+        ("counters", lambda t: t[:4], "counters must be contiguous int32 zeros of at least 6"),
     ],
 )
 def test_bad_arguments_are_named(

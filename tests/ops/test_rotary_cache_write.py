@@ -273,7 +273,10 @@ WRONG = {
     "sin": (lambda i: i.sin.half(), "sin must be contiguous float32"),
     "k_cache": (lambda i: i.k_cache[:, :1], r"k_cache must be \[num_blocks, 2, block_size, 16\]"),
     "v_cache": (lambda i: i.v_cache[:, :, :8], r"v_cache must be \[num_blocks, 2"),
-    "slot_mapping": (lambda i: i.slot_mapping.int(), r"slot_mapping must be int64 .*\.long\(\)"),
+    "slot_mapping": (
+        lambda i: i.slot_mapping.int(),
+        r"slot_mapping must be contiguous int64 .*\.long\(\)",
+    ),
 }
 
 

@@ -142,7 +142,7 @@ def _bind_call_block(ins: CallBlock, decode: bool) -> Call:
 
     def call(values: Values, inputs: StepInputs) -> None:
         x = values[source]
-        values[target] = block(x.unsqueeze(1 if decode else 0)).reshape(x.shape)
+        values[target] = block(x.unsqueeze(1 if decode else 0)).reshape(x.shape).contiguous()
 
     return call
 
@@ -161,7 +161,8 @@ def _bind_embed(ins: Embed, decode: bool, binding: Binding) -> Call:
 def _bind_look_up(ins: Embed, decode: bool, binding: Binding) -> Callable[[StepInputs], Tensor]:
     module = ins.ref.module
     last_token = binding.state.last_token
-    if type(module) is not nn.Embedding and plain_slot(module).kind != "fused":
+    plain = type(module) is nn.Embedding or plain_slot(module).kind == "fused"
+    if not plain or module.weight.stride(-1) != 1:
         call = call_module(module, decode)
 
         def opaque(inputs: StepInputs) -> Tensor:

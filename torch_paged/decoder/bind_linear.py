@@ -14,10 +14,12 @@ from torch_paged.ops.unchecked import fused_linear, lora_expand_, lora_shrink
 
 
 def call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
-    """Call an opaque module with the rank it expects: [rows, 1, hidden] or [1, tokens, hidden]."""
-    if decode:
-        return lambda x: module(x.unsqueeze(1)).squeeze(1)
-    return lambda x: module(x.unsqueeze(0)).squeeze(0)
+    """Call an opaque module with the rank it expects: [rows, 1, hidden] or [1, tokens, hidden].
+
+    What it returns may be transposed, say; kernels read contiguous rows.
+    """
+    dim = 1 if decode else 0
+    return lambda x: module(x.unsqueeze(dim)).squeeze(dim).contiguous()
 
 
 def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:

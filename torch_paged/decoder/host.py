@@ -116,7 +116,7 @@ class HostStep:
 
     def _buffer(self, name: str, width: int) -> _Buffer:
         with torch.inference_mode(False):
-            tensor = torch.zeros(self._num_rows, width, dtype=torch.float32)
+            tensor = torch.zeros(self._num_rows, width, dtype=torch.float32, device="cpu")
         self._values[name] = _Buffer(tensor, tensor.numpy())
         return self._values[name]
 
@@ -177,7 +177,7 @@ class HostStep:
         state, scaling = self._binding.state, ins.spec.scaling
 
         def call() -> None:
-            slots = torch.tensor(self._slots)
+            slots = torch.tensor(self._slots, device="cpu")
             rows = (state.positions, slots, state.rotary_leads, state.rotary_floors)
             formula = (change.limit, change.base, change.factor, scaling)
             tables = rotary_by_span_reference(*rows, inv_freq, long, *formula)

@@ -36,9 +36,9 @@ def _table(module: nn.Module, name: str, source: Tensor) -> Tensor:
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
-    """Return the table [rotary_dim / 2] as float32, as transformers reads it."""
+    """Return the table [rotary_dim / 2] as float32, contiguous, as transformers reads it."""
     source = getattr(spec.ref.module, spec.buffer).detach()
-    if source.dtype == torch.float32:
+    if source.dtype == torch.float32 and source.is_contiguous():
         return source
     return _table(spec.ref.module, spec.buffer, source)
 

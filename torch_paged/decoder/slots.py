@@ -50,7 +50,7 @@ def override_reason(
 
 
 def parameter_reason(module: nn.Module) -> str:
-    """Say which parameter is not a plain floating tensor, or return ""."""
+    """Say which parameter is not a plain floating tensor as our kernels read it, or return ""."""
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -58,6 +58,9 @@ def parameter_reason(module: nn.Module) -> str:
             return f"its {name} is a {type(parameter.data).__name__}"
         if not parameter.is_floating_point():
             return f"its {name} holds {parameter.dtype}"
+        # Matrices of experts, of three dims, are read by their strides.
+        if 0 < parameter.dim() < 3 and parameter.stride(-1) != 1:
+            return f"its {name} is not contiguous"
     return ""
 
 
@@ -66,8 +69,6 @@ def plain_linear_slot(module: nn.Module) -> Slot:
     if type(module) is not nn.Linear:
         return Slot("opaque", f"it is a {type(module).__name__}")
     reason = override_reason(module) or parameter_reason(module)
-    if not reason and module.weight.stride(-1) != 1:
-        reason = "its weight is not contiguous"
     return Slot("opaque", reason) if reason else Slot("fused")
 
 

@@ -132,7 +132,9 @@ class SlotState:
             slots,
             [r.num_generated for r in rows],
         ]
-        packed = to_device(torch.tensor(ints + list(zip(*eos, strict=True))), self.device)
+        packed = to_device(
+            torch.tensor(ints + list(zip(*eos, strict=True)), device="cpu"), self.device
+        )
         index = packed[3]
         self.context_lens[index] = packed[0].to(torch.int32)
         self.positions[index] = positions.to(torch.int32)

@@ -23,7 +23,7 @@ from torch_paged.engine.packed_prompts import (
 )
 from torch_paged.engine.reports import StepResult, make_reports
 from torch_paged.engine.row_blocks import RowBlocks
-from torch_paged.engine.runner import Rows, make_rows
+from torch_paged.engine.runner import Rows, Runner, make_rows
 from torch_paged.engine.sampler import Sampler
 from torch_paged.engine.step import BlockUpdate
 from torch_paged.errors import OutOfBlocks
@@ -118,8 +118,12 @@ class BatchRun:
         """The state that the rows are in."""
         return self._core.state
 
-    def prefill(self) -> Tensor:
-        """Compute the prompts; returns logits [num_rows, vocab_size] of their last tokens."""
+    def prefill(self, *, captured: bool = True) -> Tensor:
+        """Compute the prompts; returns logits [num_rows, vocab_size] of their last tokens.
+
+        Args:
+            captured: padded to a size that graphs have, by one if there is one.
+        """
         core, prompts, limits = self._core, self._prompts, self._limits
         num_prompts, sources = len(prompts.lengths), self._sources
         self._blocks.open(len(sources))
@@ -142,11 +146,11 @@ class BatchRun:
             self._floor = core.step.first_floor(self._first_span)
         logits = prompts.logits
         if logits is None:
-            logits = self._prefill_chunks(first_rows)
+            logits = self._prefill_chunks(first_rows, captured)
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
             self._share([first_rows[prompt] for prompt in sources])
-            index = to_device(torch.tensor(sources), core.device)
+            index = to_device(torch.tensor(sources, device="cpu"), core.device)
             logits = logits.index_select(0, index)
             last_positions = last_positions.index_select(0, index)
         max_new = min(limits.max_new_tokens, _MAX_INT32)
@@ -177,10 +181,10 @@ class BatchRun:
             copy_pairs(self._core, copies)
         if self._core.step.keeps_state:
             slots = self._blocks.slots
-            pairs = torch.tensor([[slots[source] for source in sources], slots])
+            pairs = torch.tensor([[slots[source] for source in sources], slots], device="cpu")
             self._core.step.copy_states(*to_device(pairs, self._core.device))
 
-    def _prefill_chunks(self, first_rows: Sequence[int]) -> Tensor:
+    def _prefill_chunks(self, first_rows: Sequence[int], captured: bool) -> Tensor:
         budget = self._core.config.max_num_batched_tokens
         if self._core.step.keeps_state:
             budget = sum(self._prompts.lengths)
@@ -195,14 +199,14 @@ class BatchRun:
                 used += part
                 start += part
                 if used == budget:
-                    logits += self._prefill_group(first_rows, group)
+                    logits += self._prefill_group(first_rows, group, captured)
                     group, used = [], 0
         if group:
-            logits += self._prefill_group(first_rows, group)
+            logits += self._prefill_group(first_rows, group, captured)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _prefill_group(
-        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]]
+        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]], captured: bool
     ) -> list[Tensor]:
         """Run one packed forward; returns the logits of the rows whose prompt ends in it."""
         core, prompts = self._core, self._prompts
@@ -221,7 +225,9 @@ class BatchRun:
         packed = to_device(
             torch.cat(
                 [
-                    torch.tensor([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])]),
+                    torch.tensor(
+                        [*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], device="cpu"
+                    ),
                     *(
                         slot_mapping(group, held, table, core.config.block_size)
                         for table in range(num_tables)
@@ -251,7 +257,7 @@ class BatchRun:
             whole_prompt=starts == [0],
             spans=spans,
         )
-        out = core.runner().prefill(inputs)
+        out = self._runner(captured).prefill(inputs)
         ended = [
             i
             for i, (prompt, start, length) in enumerate(group)
@@ -291,8 +297,10 @@ class BatchRun:
         """Run the forward of the next step; logits [num_rows, vocab_size], until the next call."""
         self._ensure_blocks()
         self._fed += 1
-        runner = self._core.runner() if captured else self._core.eager_runner()
-        return runner.logits(self.rows)
+        return self._runner(captured).logits(self.rows)
+
+    def _runner(self, captured: bool) -> Runner:
+        return self._core.runner() if captured else self._core.eager_runner()
 
     def run(self, logits: Tensor, sampler: Sampler, deliver: Deliver | None = None) -> int:
         """Sample and decode until every row has ended; returns the number of steps kept.

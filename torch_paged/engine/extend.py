@@ -42,9 +42,11 @@ class Extension(NamedTuple):
 
     def packed(self, num_tokens: int) -> Tensor:
         """Return what the host knows as one tensor, places padded to `num_tokens`."""
-        out = torch.full((_NUM_NUMBERS + len(self.places) * num_tokens,), -1, dtype=torch.int64)
+        out = torch.full(
+            (_NUM_NUMBERS + len(self.places) * num_tokens,), -1, dtype=torch.int64, device="cpu"
+        )
         count = self.ids.shape[0]
-        numbers = torch.tensor([self.slot, self.start, count, self.position])
+        numbers = torch.tensor([self.slot, self.start, count, self.position], device="cpu")
         out[:_NUM_NUMBERS] = numbers
         out[_NUM_NUMBERS:].view(len(self.places), num_tokens)[:, :count] = torch.stack(self.places)
         return out
@@ -54,7 +56,9 @@ def extend_eagerly(step: StepModel, state: SlotState, extension: Extension) -> T
     """Launch the ops of an extension one by one; logits [num_tokens, vocab_size]."""
     count = extension.ids.shape[0]
     packed = to_device(extension.packed(count), state.device)
-    return _extend(step, state, packed, extension.ids, len(extension.places))
+    # They may be a view of the caller's ids.
+    ids = extension.ids.contiguous()
+    return _extend(step, state, packed, ids, len(extension.places))
 
 
 def _extend(

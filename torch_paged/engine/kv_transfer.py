@@ -62,7 +62,7 @@ def gather_kv(
 
 def copy_pairs(core: EngineCore, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks (from, to) in all layers that keep anything there."""
-    ids = to_device(torch.tensor(pairs).T.contiguous(), core.device)
+    ids = to_device(torch.tensor(pairs, device="cpu").T.contiguous(), core.device)
     for cache in (*core.pool.keys, *core.pool.values):
         copy_blocks(cache, ids[0], ids[1])
 

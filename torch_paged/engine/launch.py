@@ -138,7 +138,7 @@ class StepLauncher:
     def _rows_now(self) -> Batch:
         if self._batch is None:
             slots = tuple(self._rows)
-            index = torch.tensor(slots)
+            index = torch.tensor(slots, device="cpu")
             on_device = Rows(slots, to_device(index.to(torch.int32), self._core.device))
             self._batch = Batch(tuple(self._rows.values()), index, on_device)
         return self._batch

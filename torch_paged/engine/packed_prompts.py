@@ -61,7 +61,7 @@ def token_indices(group: Sequence[tuple[int, int, int]]) -> Tensor:
     """Return [num_tokens] int64, the index in its own row of every token (_, start, length)."""
     bounds = running_sums([length for _, _, length in group])
     shifts = [start - bound for (_, start, _), bound in zip(group, bounds, strict=False)]
-    return torch.arange(bounds[-1]) + _of_tokens(shifts, group)
+    return torch.arange(bounds[-1], device="cpu") + _of_tokens(shifts, group)
 
 
 def slot_mapping(
@@ -94,14 +94,14 @@ def slot_mapping(
 def int64_tensor(values: array[int]) -> Tensor:
     """Return a tensor over the memory of an array: made sooner than one of a list."""
     if not values:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64)
 
 
 def _of_tokens(values: Sequence[int], group: Sequence[tuple[int, int, int]]) -> Tensor:
     """Repeat the value of each piece for its tokens."""
     lengths = [length for _, _, length in group]
-    pair = torch.tensor([list(values), lengths])
+    pair = torch.tensor([list(values), lengths], device="cpu")
     return torch.repeat_interleave(pair[0], pair[1], output_size=sum(lengths))
 
 

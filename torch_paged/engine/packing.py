@@ -68,9 +68,9 @@ def pack_chunks(
         per_token.append(slot_mapping(pieces, held, table, block_size, index))
     if has_spans:
         per_token.append(_spans(chunks, index))
-    parts = [torch.tensor([value for part in per_row for value in part])]
+    parts = [torch.tensor([value for part in per_row for value in part], device="cpu")]
     for values in per_token:
-        parts += [torch.full((count,), -1), values]
+        parts += [torch.full((count,), -1, device="cpu"), values]
     packed = to_device(torch.cat(parts), device)
     sizes = [len(part) for part in per_row] + [count + len(index)] * len(per_token)
     rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
@@ -113,8 +113,8 @@ def _per_row(
 
 def _spans(chunks: Sequence[PrefillChunk], index: Tensor) -> Tensor:
     """Return the length of its row [num_tokens] that each token is computed at."""
-    prompts = torch.tensor([chunk.request.num_prompt_tokens for chunk in chunks])
-    lengths = torch.tensor([chunk.length for chunk in chunks])
+    prompts = torch.tensor([chunk.request.num_prompt_tokens for chunk in chunks], device="cpu")
+    lengths = torch.tensor([chunk.length for chunk in chunks], device="cpu")
     return torch.maximum(index + 1, prompts.repeat_interleave(lengths))
 
 

@@ -60,8 +60,8 @@ class PinnedReports:
         self._state = state
         self._index = None if index is None else index.long()
         rows = 0 if index is None else index.shape[0]
-        self._counts = torch.empty(depth, dtype=torch.int32, pin_memory=True)
-        self._tokens = torch.empty((depth, rows), dtype=torch.int64, pin_memory=True)
+        self._counts = torch.empty(depth, dtype=torch.int32, pin_memory=True, device="cpu")
+        self._tokens = torch.empty((depth, rows), dtype=torch.int64, pin_memory=True, device="cpu")
         self._events = [torch.cuda.Event() for _ in range(depth)]
         self._posted = 0
 

@@ -38,11 +38,11 @@ class RowRun(BatchRun):
     def __enter__(self) -> RowRun:
         return self
 
-    def prefill(self) -> Tensor:
+    def prefill(self, *, captured: bool = True) -> Tensor:
         """Compute the prompt; returns logits [1, vocab_size] of its last token."""
         # Read before anything is launched that the host would wait for.
         self._shift = int(self._prompts.last_positions[0]) + 1 - self.num_tokens
-        return super().prefill()
+        return super().prefill(captured=captured)
 
     def extend(self, ids: Tensor) -> Tensor:
         """Append tokens [num_tokens]; logits [num_tokens, vocab_size] until the next launch."""

@@ -74,7 +74,9 @@ class Runner(Protocol):
 
 def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
     """Put the slots of a batch on the device."""
-    return Rows(tuple(slots), to_device(torch.tensor(list(slots), dtype=torch.int32), device))
+    return Rows(
+        tuple(slots), to_device(torch.tensor(list(slots), dtype=torch.int32, device="cpu"), device)
+    )
 
 
 class EagerRunner:

@@ -69,6 +69,7 @@ class SamplingState:
                 [p.repetition_penalty for p in params],
             ],
             dtype=torch.float64,
+            device="cpu",
         )
         ints = torch.tensor(
             [
@@ -76,7 +77,8 @@ class SamplingState:
                 [p.top_k for p in params],
                 [p.min_new_tokens for p in params],
                 [_signed(p.seed) for p in params],
-            ]
+            ],
+            device="cpu",
         )
         # One transfer: the floats travel as the integers of their bits.
         packed = to_device(torch.cat([ints, floats.view(torch.int64)]), self._device)
@@ -101,8 +103,8 @@ class SamplingState:
         mask.index_fill_(0, cleared, 0)
         if not rows:
             return
-        slots = torch.tensor([row.slot for row in rows for _ in row.token_ids])
-        tokens = torch.tensor([token for row in rows for token in row.token_ids])
+        slots = torch.tensor([row.slot for row in rows for _ in row.token_ids], device="cpu")
+        tokens = torch.tensor([token for row in rows for token in row.token_ids], device="cpu")
         packed = to_device(torch.stack([slots, tokens]), self._device)
         mark_seen(mask, packed[0].to(torch.int32), packed[1])
 

@@ -241,7 +241,7 @@ def pack_scores(logprobs: Tensor, top: tuple[Tensor, Tensor] | None) -> Tensor:
 
 def _array(*shape: int) -> Any:
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=torch.int32).numpy()
+        return torch.empty(shape, dtype=torch.int32, device="cpu").numpy()
 
 
 def _pairs(words: Any) -> TopLogprobs:

@@ -108,7 +108,7 @@ def _to_host(words: Tensor) -> Tensor:
     """Copy to the host without waiting."""
     if not words.is_cuda:
         return words
-    host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+    host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True, device="cpu")
     return host.copy_(words, non_blocking=True)
 
 

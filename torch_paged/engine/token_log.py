@@ -34,7 +34,9 @@ class TokenLog:
         self._on_cuda = state.device.type == "cuda"
         shape = (num_steps, state.report.shape[0])
         with torch.inference_mode(False):
-            self._reports = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._on_cuda)
+            self._reports = torch.zeros(
+                shape, dtype=torch.uint8, pin_memory=self._on_cuda, device="cpu"
+            )
             # Arrays over the same memory, which are read sooner than tensors.
             self._tokens, self._logprobs, self._finished, self._failed = (
                 part.numpy() for part in report_parts(self._reports)

@@ -55,7 +55,10 @@ class TopLog:
         self._table = words
         with torch.inference_mode(False):
             self._steps = torch.zeros(
-                (self.num_steps, *words.shape), dtype=torch.int32, pin_memory=words.is_cuda
+                (self.num_steps, *words.shape),
+                dtype=torch.int32,
+                pin_memory=words.is_cuda,
+                device="cpu",
             )
         self._array: Any = self._steps.numpy()
 

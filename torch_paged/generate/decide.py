@@ -207,7 +207,9 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     empty = ~real.any(-1)
     step = session.step
     counts_places = step.has_window or step.keeps_state
-    holes = (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False)
+    holes = (
+        (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False, device="cpu")
+    )
     right = (~real[:, -1] & ~empty).any()
     right_padded, holed = torch.stack([right.cpu(), holes.cpu()]).tolist()
     if right_padded:

@@ -59,7 +59,9 @@ class DraftSampler:
             self._slots = torch.zeros(1, dtype=torch.int32, device=shape.device)
             self._seen = self._record
             if on_gpu:
-                self._seen = torch.zeros((depth, 2), dtype=torch.float64, pin_memory=True)
+                self._seen = torch.zeros(
+                    (depth, 2), dtype=torch.float64, pin_memory=True, device="cpu"
+                )
         self._events = [torch.cuda.Event() for _ in range(depth)] if on_gpu else []
         self._counts = self._slots  # where the state counts the tokens of a draft
 

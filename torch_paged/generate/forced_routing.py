@@ -79,7 +79,7 @@ class ForcedRouting:
             return
         weights, ids = noted.pop(0)
         self._judge(ours, chosen, weights, ids)
-        values[instruction.targets[0]] = weights.to(ours.dtype)
+        values[instruction.targets[0]] = weights.to(ours.dtype).contiguous()
         values[instruction.targets[1]] = ids.int().contiguous()
 
     def _judge(self, ours: Tensor, chosen: Tensor, weights: Tensor, ids: Tensor) -> None:

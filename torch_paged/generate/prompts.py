@@ -35,7 +35,7 @@ def pack(device: torch.device, input_ids: Tensor, kwargs: dict[str, Any], config
         tokens = tokens[:, past:]
     rows, width = tokens.shape[:2]
     if positions is None:
-        positions = torch.arange(past, past + width).expand(rows, width)
+        positions = torch.arange(past, past + width, device="cpu").expand(rows, width)
     positions = positions[:, -width:].to(device).expand(rows, width)
     copies = _copies(tokens, mask, positions) if not past and rows > 1 else None
     if copies is not None:

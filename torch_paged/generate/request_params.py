@@ -330,7 +330,7 @@ class _StopStrings:
         ids = list(output[-self._window :])
         if len(ids) < self._window:
             ids = [*prompt[-(self._window - len(ids)) :], *ids]
-        return bool(self._criterion(torch.tensor([ids]), None))
+        return bool(self._criterion(torch.tensor([ids], device="cpu"), None))
 
 
 class _Time:

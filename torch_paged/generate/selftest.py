@@ -73,7 +73,7 @@ def _left_alone(core: EngineCore) -> contextlib.AbstractContextManager[None]:
 def random_ids(model: Any, count: int) -> Tensor:
     """Return the same ids [count] for every model of one vocabulary."""
     vocab = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def own_outputs(model: Any, ids: Tensor, num_prompt_tokens: int) -> Iterator[Any]:
@@ -112,7 +112,8 @@ def our_logits(
     )
     num_steps = ids.shape[0] - num_prompt_tokens
     with BatchRun(core, prompts, BatchLimits(num_steps + 1), lag=0) as run:
-        yield run.prefill()[0].clone()
+        # Unpadded, as the choices of experts that are given to it.
+        yield run.prefill(captured=False)[0].clone()
         for step in range(num_steps - 1):
             run.commit(ids[num_prompt_tokens + step : num_prompt_tokens + step + 1])
             yield run.next_logits(captured=False)[0].clone()

@@ -45,7 +45,7 @@ class Shape:
         """Make a mask [vocab_size] of these ids; others than those of the vocabulary are void."""
         with torch.inference_mode(False):
             known = [i for i in ids if 0 <= i < self.vocab_size]
-            mask = torch.zeros(self.vocab_size, dtype=torch.bool)
+            mask = torch.zeros(self.vocab_size, dtype=torch.bool, device="cpu")
             mask[known] = True
             return mask.to(self.device)
 
@@ -111,7 +111,7 @@ class ForcedAt:
 
     def __init__(self, shape: Shape, ids: Sequence[int]) -> None:
         with torch.inference_mode(False):
-            forced = torch.full((shape.vocab_size,), -math.inf)
+            forced = torch.full((shape.vocab_size,), -math.inf, device="cpu")
             forced[list(ids)] = 0
             self._forced = forced.to(shape.device)
         self._at = shape.number()
@@ -188,7 +188,7 @@ class SequenceBias:
         for ids, bias in biases:
             groups.setdefault(len(ids), []).append((ids, bias))
         with torch.inference_mode(False):
-            single = torch.zeros(shape.vocab_size)
+            single = torch.zeros(shape.vocab_size, device="cpu")
             for ids, bias in groups.pop(1, []):
                 single[ids[0]] = bias
             self._single = single.to(shape.device)

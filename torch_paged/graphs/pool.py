@@ -152,7 +152,7 @@ class GraphPool:
             for generator in generators:
                 graph.register_generator_state(generator)
             reserved = torch.cuda.memory_reserved(self.device)
-            with _no_garbage_collection(), torch.cuda.stream(self.stream):
+            with _no_garbage_collection(), self._in_order():
                 self._acquire_lane().prepare_cublas()
                 outputs = self._record(graph, fn, generators)
             self._live.add(graph)
@@ -168,6 +168,21 @@ class GraphPool:
             weakref.finalize(self, idle.append, lane).atexit = False
             self._lane = lane
         return self._lane
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Make the capture stream current, in order with the caller's stream.
+
+        A capture launches work as well: torch writes the seed and an offset of zero to where all
+        graphs read those of their random numbers. Out of order, a replay would read that offset.
+        """
+        stream, caller = self.stream, torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)
 
     def _record(
         self,
@@ -236,16 +251,13 @@ class GraphPool:
         """
         with torch.cuda.device(self.device):
             _refuse_nesting()
-            stream, caller = self.stream, torch.cuda.current_stream()
             default = torch.cuda.default_generators[self.device.index]
             saved = [(generator, generator.get_state()) for generator in (default, *generators)]
-            stream.wait_stream(caller)
             try:
-                with torch.cuda.stream(stream):
+                with self._in_order():
                     self._acquire_lane().prepare_cublas()
                     warmup()
             finally:
-                caller.wait_stream(stream)
                 for generator, state in saved:
                     generator.set_state(state)
 

@@ -26,7 +26,8 @@ class _Input:
             pinned = device.type == "cuda"
             count = _NUM_STAGES if pinned else 1
             self.stages = [
-                torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(count)
+                torch.empty(shape, dtype=dtype, pin_memory=pinned, device="cpu")
+                for _ in range(count)
             ]
         self.events: list[torch.cuda.Event | None] = [None] * count
 

@@ -217,6 +217,8 @@ def advance(
     """Record the tokens of a step and advance the slots' state in place.
 
     Rows whose slot is -1 change nothing and are not counted. The slots of a call are distinct.
+    `tokens` and `slots` may be views, such as a column of ids, which are copied; the state is
+    contiguous.
 
     Args:
         tokens: [num_rows] int64, the tokens chosen in this step.
@@ -241,8 +243,8 @@ def advance(
         _check_state(finished, torch.bool, "finished", last_token)
         _check_state(pad_token, torch.int64, "pad_token", last_token)
     _advance_op(
-        tokens,
-        slots,
+        tokens.contiguous(),
+        slots.contiguous(),
         last_token,
         positions,
         context_lens,
@@ -272,10 +274,10 @@ def _check(
         raise TypeError(
             f"slots must be int32 {list(tokens.shape)}, got {slots.dtype} {list(slots.shape)}"
         )
-    if last_token.dtype != torch.int64 or last_token.dim() != 1:
+    if last_token.dtype != torch.int64 or last_token.dim() != 1 or not last_token.is_contiguous():
         raise TypeError(
-            f"last_token must be int64 [num_slots], got {last_token.dtype} "
-            f"{list(last_token.shape)}"
+            f"last_token must be contiguous int64 [num_slots], got {last_token.dtype} "
+            f"{list(last_token.shape)} with strides {last_token.stride()}"
         )
     num_slots = last_token.shape[0]
     for name, state, rows in (("eos_ids", eos_ids, True), ("output", output, False)):
@@ -299,7 +301,7 @@ def _check_state(
     if state.dtype != dtype or state.shape != last_token.shape or not state.is_contiguous():
         raise TypeError(
             f"{name} must be contiguous {dtype} {list(last_token.shape)}, "
-            f"got {state.dtype} {list(state.shape)}"
+            f"got {state.dtype} {list(state.shape)} with strides {state.stride()}"
         )
 
 

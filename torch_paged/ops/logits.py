@@ -1,4 +1,4 @@
-"""Argument checks shared by the ops over logits."""
+"""Argument checks shared by the ops over logits and the state of slots."""
 
 from __future__ import annotations
 
@@ -30,4 +30,14 @@ def check_slots(slots: torch.Tensor, num_rows: int) -> None:
         raise TypeError(f"slots must be int32 [{num_rows}], got {slots.dtype} {list(slots.shape)}")
 
 
-__all__ = ["check_logits", "check_slots"]
+def check_state(name: str, state: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Raise unless a state is contiguous [num_slots] of one of `dtypes`: kernels index it so."""
+    if state.dtype not in dtypes or state.dim() != 1 or not state.is_contiguous():
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(
+            f"{name} must be {wanted} [num_slots], contiguous, got {state.dtype} "
+            f"{list(state.shape)} with strides {state.stride()}; call .contiguous()"
+        )
+
+
+__all__ = ["check_logits", "check_slots", "check_state"]

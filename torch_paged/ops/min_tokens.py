@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_paged.ops.logits import check_logits, check_slots
+from torch_paged.ops.logits import check_logits, check_slots, check_state
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import (
     gdc_launch_dependents,
@@ -129,23 +129,22 @@ def apply_min_tokens(
 
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; rows contiguous.
-        slots: [num_rows] int32, -1 for a padding row.
-        num_generated: [num_slots] int32, tokens generated before this one.
-        min_new_tokens: [num_slots] int32.
+        slots: [num_rows] int32, -1 for a padding row; copied if it is not contiguous.
+        num_generated: [num_slots] int32, contiguous, tokens generated before this one.
+        min_new_tokens: [num_slots] int32, contiguous.
         eos_ids: [num_slots, num_eos] int64, rows contiguous; -1 is an unused entry.
     """
     if not torch.compiler.is_compiling():
         check_logits(logits)
         check_slots(slots, logits.shape[0])
-        for name, count in (("num_generated", num_generated), ("min_new_tokens", min_new_tokens)):
-            if count.dtype != torch.int32:
-                raise TypeError(f"{name} must be int32 [num_slots], got {count.dtype}")
-        if eos_ids.dtype != torch.int64 or eos_ids.dim() != 2:
+        check_state("num_generated", num_generated, torch.int32)
+        check_state("min_new_tokens", min_new_tokens, torch.int32)
+        if eos_ids.dtype != torch.int64 or eos_ids.dim() != 2 or eos_ids.stride(1) != 1:
             raise TypeError(
-                f"eos_ids must be int64 [num_slots, num_eos], got {eos_ids.dtype} "
-                f"{list(eos_ids.shape)}"
+                f"eos_ids must be int64 [num_slots, num_eos] with contiguous rows, got "
+                f"{eos_ids.dtype} {list(eos_ids.shape)} with strides {eos_ids.stride()}"
             )
-    _apply_min_tokens_op(logits, slots, num_generated, min_new_tokens, eos_ids)
+    _apply_min_tokens_op(logits, slots.contiguous(), num_generated, min_new_tokens, eos_ids)
 
 
 __all__ = ["apply_min_tokens", "apply_min_tokens_reference"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_paged.ops.logits import check_logits, check_slots
+from torch_paged.ops.logits import check_logits, check_slots, check_state
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import (
     gdc_launch_dependents,
@@ -220,7 +220,8 @@ def mark_seen(seen_mask: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor
 
     Args:
         seen_mask: [num_slots, num_words] int32, rows contiguous.
-        slots: [num_tokens] int32; a slot may occur often (a prompt); -1 is skipped.
+        slots: [num_tokens] int32; a slot may occur often (a prompt); -1 is skipped. Copied if it
+            is not contiguous, as `tokens` is.
         tokens: [num_tokens] int64; a token past the bitmap's end is skipped.
     """
     if not torch.compiler.is_compiling():
@@ -230,7 +231,7 @@ def mark_seen(seen_mask: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor
             raise TypeError(
                 f"tokens must be int64 [num_tokens], got {tokens.dtype} {list(tokens.shape)}"
             )
-    _mark_seen_op(seen_mask, slots, tokens)
+    _mark_seen_op(seen_mask, slots.contiguous(), tokens.contiguous())
 
 
 def apply_repetition_penalty(
@@ -241,16 +242,15 @@ def apply_repetition_penalty(
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; rows contiguous.
         seen_mask: [num_slots, ceil(vocab_size / 32)] int32, see `mark_seen`.
-        slots: [num_rows] int32, -1 for a padding row.
-        penalty: [num_slots] float32 or float64; 1 changes nothing.
+        slots: [num_rows] int32, -1 for a padding row; copied if it is not contiguous.
+        penalty: [num_slots] float32 or float64, contiguous; 1 changes nothing.
     """
     if not torch.compiler.is_compiling():
         check_logits(logits)
         _check_mask(seen_mask, "seen_mask", logits.shape[1])
         check_slots(slots, logits.shape[0])
-        if penalty.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"penalty must be float32 or float64, got {penalty.dtype}")
-    _apply_repetition_penalty_op(logits, seen_mask, slots, penalty)
+        check_state("penalty", penalty, torch.float32, torch.float64)
+    _apply_repetition_penalty_op(logits, seen_mask, slots.contiguous(), penalty)
 
 
 def apply_suppress_mask(
@@ -261,13 +261,13 @@ def apply_suppress_mask(
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; rows contiguous.
         suppress_mask: [num_slots, ceil(vocab_size / 32)] int32; `mark_seen` fills it.
-        slots: [num_rows] int32, -1 for a padding row.
+        slots: [num_rows] int32, -1 for a padding row; copied if it is not contiguous.
     """
     if not torch.compiler.is_compiling():
         check_logits(logits)
         _check_mask(suppress_mask, "suppress_mask", logits.shape[1])
         check_slots(slots, logits.shape[0])
-    _apply_suppress_mask_op(logits, suppress_mask, slots)
+    _apply_suppress_mask_op(logits, suppress_mask, slots.contiguous())
 
 
 def _check_mask(mask: torch.Tensor, name: str, vocab_size: int | None) -> None:

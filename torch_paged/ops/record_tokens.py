@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_paged.ops.logits import check_logits, check_slots
+from torch_paged.ops.logits import check_logits, check_slots, check_state
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import (
     gdc_launch_dependents,
@@ -131,13 +131,15 @@ def record_tokens(
 ) -> None:
     """Record by slot whether each row failed and, where given, its log-probability, in place.
 
+    `tokens`, `slots` and `logprobs` are copied if they are not contiguous.
+
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; rows contiguous.
         tokens: [num_rows] int64, each within the vocabulary.
         slots: [num_rows] int32, -1 for a padding row, which records nothing.
         logprobs: [num_rows] float32, or None.
-        failed: [num_slots] bool.
-        token_logprobs: [num_slots] float32.
+        failed: [num_slots] bool, contiguous.
+        token_logprobs: [num_slots] float32, contiguous.
     """
     if not torch.compiler.is_compiling():
         check_logits(logits)
@@ -147,11 +149,11 @@ def record_tokens(
                 f"tokens must be int64 [{logits.shape[0]}], "
                 f"got {tokens.dtype} {list(tokens.shape)}"
             )
-        if failed.dtype != torch.bool or token_logprobs.dtype != torch.float32:
-            raise TypeError(
-                "failed must be bool and token_logprobs float32 [num_slots], got "
-                f"{failed.dtype} and {token_logprobs.dtype}"
-            )
+        check_state("failed", failed, torch.bool)
+        check_state("token_logprobs", token_logprobs, torch.float32)
+    if logprobs is not None:
+        logprobs = logprobs.contiguous()
+    tokens, slots = tokens.contiguous(), slots.contiguous()
     _record_tokens_op(logits, tokens, slots, logprobs, failed, token_logprobs)
 
 

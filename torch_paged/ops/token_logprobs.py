@@ -148,7 +148,8 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; contiguous in the last
             dimension, row stride free.
-        tokens: [num_rows] int64. A token outside the vocabulary (-1 in a padding row) gives 0.
+        tokens: [num_rows] int64, copied if it is not contiguous. A token outside the vocabulary
+            (-1 in a padding row) gives 0.
     """
     if not torch.compiler.is_compiling():
         check_logits(logits)
@@ -157,7 +158,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
                 f"tokens must be int64 [{logits.shape[0]}], "
                 f"got {tokens.dtype} {list(tokens.shape)}"
             )
-    return _token_logprobs_op(logits, tokens)
+    return _token_logprobs_op(logits, tokens.contiguous())
 
 
 __all__ = ["token_logprobs", "token_logprobs_reference"]

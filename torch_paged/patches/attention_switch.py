@@ -254,7 +254,7 @@ def _mask_for_probe(
     if not isinstance(run, Probe):
         return None
     length = q_length if isinstance(q_length, int) else q_length.shape[0]
-    mask = torch.ones(batch_size, 1, length, kv_length, dtype=torch.bool)
+    mask = torch.ones(batch_size, 1, length, kv_length, dtype=torch.bool, device="cpu")
     run.masks.append((mask, window_of(mask_function)))
     return mask
 

@@ -144,7 +144,9 @@ BatchingStatus = continuous_api.RequestStatus
 def sequence_bias_margin() -> int:
     """Return how many ids a row must have before a prefix for its bias to count: 0 in 5.24."""
     bias = logits_process.SequenceBiasLogitsProcessor([[[1, 2], 1.0]])
-    scores = bias(torch.ones((1, 1), dtype=torch.long), torch.zeros(1, 3))
+    scores = bias(
+        torch.ones((1, 1), dtype=torch.long, device="cpu"), torch.zeros(1, 3, device="cpu")
+    )
     return 0 if float(scores[0, 2]) else 1
 
 

@@ -32,9 +32,9 @@ def window_of(mask_function: Callable[..., Any]) -> int:
 
 def _num_visible(mask_function: Callable[..., Any], query: int) -> int:
     """Count the keys that `query` sees; they must be the newest ones up to itself."""
-    zero = torch.zeros((), dtype=torch.long)
-    keys = torch.arange(query + 3)
-    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys))
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    keys = torch.arange(query + 3, device="cpu")
+    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query, device="cpu"), keys))
     seen = seen.expand(keys.shape)
     count = int(seen.sum())
     if not bool(seen[query + 1 - count : query + 1].all()) or bool(seen[query + 1 :].any()):

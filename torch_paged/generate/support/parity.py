@@ -50,10 +50,12 @@ class Row:
 def prompts(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return ids and mask [3, 21] of a batch that is padded on the left."""
     width = max(PROMPTS)
-    ids = torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    ids = torch.zeros(len(PROMPTS), width, dtype=torch.long, device="cpu")
     for row, length in zip(ids, PROMPTS, strict=True):
         generator = torch.Generator().manual_seed(length)
-        row[width - length :] = torch.randint(3, VOCAB, (length,), generator=generator)
+        row[width - length :] = torch.randint(
+            3, VOCAB, (length,), generator=generator, device="cpu"
+        )
     ids = ids.to(device)
     return ids, (ids != 0).long()
 

@@ -100,9 +100,9 @@ def fused_linear(
             last.
         activation: one of `torch_paged.ops.glu.ACTIVATIONS` or "".
         gated: return `activation(y_gate) * y_up`.
-        counters: int32, at least `NUM_COUNTERS`, zero on entry and left zero; mutated meanwhile,
-            so not shared between streams. Lets many rows split the sum over `in_features` among
-            programs; without it they do not.
+        counters: int32, contiguous, at least `NUM_COUNTERS`, zero on entry and left zero; mutated
+            meanwhile, so not shared between streams. Lets many rows split the sum over
+            `in_features` among programs; without it they do not.
         lora_x: float32 [num_tokens, sum of the ranks], contiguous: what `lora_shrink` returns.
         updates: with `lora_x`, one of [out_features_i, rank_i] for each weight, contiguous, all of
             one floating dtype; rank 0 where a weight has none.
@@ -176,10 +176,16 @@ def _validate(
         raise ValueError(f"x must be contiguous in its last dim, got strides {x.stride()}")
     if residual is not None:
         _validate_residual(x, residual, weights[0].shape[0] if gated else _total_rows(weights))
-    if counters is not None and (counters.dtype != torch.int32 or counters.numel() < NUM_COUNTERS):
+    if counters is not None:
+        _validate_counters(counters)
+
+
+def _validate_counters(counters: torch.Tensor) -> None:
+    enough = counters.numel() >= NUM_COUNTERS
+    if counters.dtype != torch.int32 or not enough or not counters.is_contiguous():
         raise ValueError(
-            f"counters must be int32 [>= {NUM_COUNTERS}], got {counters.dtype} "
-            f"{list(counters.shape)}"
+            f"counters must be contiguous int32 [>= {NUM_COUNTERS}], got {counters.dtype} "
+            f"{list(counters.shape)} with strides {counters.stride()}"
         )
 
 

@@ -49,7 +49,8 @@ def check_slots(
         if tensor.dtype != torch.int32 or tensor.dim() != rank or tensor.stride(-1) != 1:
             raise TypeError(
                 f"{name} must be contiguous int32 {shape}, "
-                f"got {tensor.dtype} {list(tensor.shape)}; call .int()"
+                f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; "
+                "call .int().contiguous()"
             )
 
 
@@ -57,6 +58,15 @@ def check_heads(name: str, tensor: torch.Tensor | None, num_heads: int) -> None:
     """Raise unless `tensor` is None or holds one contiguous value a query head."""
     if tensor is not None and (tensor.shape != (num_heads,) or not tensor.is_contiguous()):
         raise ValueError(f"{name} must be contiguous [{num_heads}], got {list(tensor.shape)}")
+
+
+def check_gain(name: str, gain: torch.Tensor | None, head_dim: int) -> None:
+    """Raise unless `gain` is None or holds one contiguous value a dimension of a head."""
+    if gain is not None and (gain.shape != (head_dim,) or not gain.is_contiguous()):
+        raise ValueError(
+            f"{name} must be contiguous [{head_dim}], got {list(gain.shape)} with strides "
+            f"{gain.stride()}"
+        )
 
 
 def check_window(window: int, softcap: float) -> None:

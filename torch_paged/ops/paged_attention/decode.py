@@ -6,6 +6,7 @@ import torch
 
 from torch_paged.ops.paged_attention.checks import (
     check_cache,
+    check_gain,
     check_heads,
     check_slots,
     check_window,
@@ -87,10 +88,12 @@ _paged_decode_attention = register_op(
 
 
 def _check_counters(counters: torch.Tensor, num_rows: int, num_kv_heads: int) -> None:
-    if counters.dtype != torch.int32 or counters.numel() < num_rows * num_kv_heads:
+    enough = counters.numel() >= num_rows * num_kv_heads
+    if counters.dtype != torch.int32 or not enough or not counters.is_contiguous():
         raise ValueError(
-            f"counters must be int32 zeros of at least {num_rows * num_kv_heads} elements "
-            f"(num_rows * num_kv_heads), got {counters.dtype} {list(counters.shape)}"
+            f"counters must be contiguous int32 zeros of at least {num_rows * num_kv_heads} "
+            f"elements (num_rows * num_kv_heads), got {counters.dtype} {list(counters.shape)} "
+            f"with strides {counters.stride()}"
         )
 
 
@@ -136,9 +139,9 @@ def fused_decode_attention(
         block_table: [num_slots, max_blocks] int32, blocks of each slot in order.
         slots: [num_rows] int32; a row with slot -1 is padding: zero output, nothing written.
         context_lens: [num_slots] int32, cached tokens before this one.
-        counters: int32 zeros, at least num_rows * num_kv_heads; zero again afterwards.
+        counters: contiguous int32 zeros, at least num_rows * num_kv_heads; zero again afterwards.
         scale: factor on the scores.
-        q_norm: [head_dim] gain of an RMS norm of each query head before the rotation.
+        q_norm: [head_dim] contiguous gain of an RMS norm of each query head before the rotation.
         k_norm: [head_dim], likewise for keys.
         eps: epsilon of both norms.
         norm_offset: added to both gains.
@@ -159,6 +162,8 @@ def fused_decode_attention(
         check_heads("alibi_slopes", alibi_slopes, query.shape[1])
         check_window(window, softcap)
         _check_counters(counters, query.shape[0], k_cache.shape[1])
+        check_gain("q_norm", q_norm, query.shape[2])
+        check_gain("k_norm", k_norm, query.shape[2])
         _check_new_token(key, value, k_cache, v_cache)
         _check_rotary(query, cos, sin)
     return _fused_decode_attention(
@@ -249,7 +254,7 @@ def paged_decode_attention(
         block_table: [num_slots, max_blocks] int32, blocks of each slot in order.
         slots: [num_rows] int32; a row with slot -1 is padding: zero output.
         context_lens: [num_slots] int32, cached tokens before this one.
-        counters: int32 zeros, at least num_rows * num_kv_heads; zero again afterwards.
+        counters: contiguous int32 zeros, at least num_rows * num_kv_heads; zero again afterwards.
         scale: factor on the scores.
         window: when positive, the query at index i sees keys j with i - window < j <= i.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)``.

@@ -153,7 +153,8 @@ def paged_prefill_attention(
         v_cache: [num_blocks, num_kv_heads, block_size, v_head_dim].
         block_table: [num_slots, max_blocks] int32, blocks of each slot in order.
         slots: [num_rows] int32; a row with slot -1 is padding and its outputs are zero.
-        cu_seqlens_q: [num_rows + 1] int32. Tokens after the last entry are padding: zero outputs.
+        cu_seqlens_q: [num_rows + 1] int32, contiguous. Tokens after the last entry are padding:
+            zero outputs.
         context_lens: [num_slots] int32, cached tokens before this call's.
         max_query_len: an upper bound of the rows' query lengths; the grid does not need it.
         scale: factor on the scores.
@@ -171,11 +172,7 @@ def paged_prefill_attention(
         check_heads("sinks", sinks, query.shape[1])
         check_heads("alibi_slopes", alibi_slopes, query.shape[1])
         check_window(window, softcap)
-        if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (slots.shape[0] + 1,):
-            raise TypeError(
-                f"cu_seqlens_q must be int32 [{slots.shape[0] + 1}], "
-                f"got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
-            )
+        _check_bounds(cu_seqlens_q, slots.shape[0])
     return _paged_prefill_attention(
         query,
         k_cache,
@@ -191,6 +188,16 @@ def paged_prefill_attention(
         sinks,
         alibi_slopes,
     )
+
+
+def _check_bounds(cu_seqlens_q: torch.Tensor, num_rows: int) -> None:
+    fits = cu_seqlens_q.shape == (num_rows + 1,) and cu_seqlens_q.is_contiguous()
+    if cu_seqlens_q.dtype != torch.int32 or not fits:
+        raise TypeError(
+            f"cu_seqlens_q must be contiguous int32 [{num_rows + 1}], got {cu_seqlens_q.dtype} "
+            f"{list(cu_seqlens_q.shape)} with strides {cu_seqlens_q.stride()}; "
+            "call .int().contiguous()"
+        )
 
 
 __all__ = ["paged_prefill_attention", "paged_prefill_attention_reference"]

@@ -55,7 +55,7 @@ def _gather_tokens(
 ) -> torch.Tensor:
     """Read blocks [B, n] of `cache` as [B, num_kv_heads, stop - start, D] in one copy."""
     num_heads, block_size, head_dim = cache.shape[1:]
-    heads = torch.arange(num_heads)
+    heads = torch.arange(num_heads, device="cpu")
     if cache.stride(0) == num_heads * cache.stride(1):
         index = blocks[:, None, :] * num_heads + heads[None, :, None]
         tokens = cache.flatten(0, 1).index_select(0, index.reshape(-1))
@@ -73,7 +73,7 @@ def _window_columns(last: torch.Tensor, window: int, block_size: int) -> torch.T
     final = last // block_size
     first = (last - window + 1).clamp(min=0) // block_size
     count = int((final - first).max()) + 1
-    return torch.minimum(first[:, None] + torch.arange(count), final[:, None])
+    return torch.minimum(first[:, None] + torch.arange(count, device="cpu"), final[:, None])
 
 
 def _attend(
@@ -139,7 +139,7 @@ def paged_decode_attention_reference(
     live = [row for row, slot in enumerate(slot_list) if slot >= 0]
     if not live:
         return output
-    live_slots = torch.tensor([slot_list[row] for row in live])
+    live_slots = torch.tensor([slot_list[row] for row in live], device="cpu")
     last = context_lens[live_slots].long()  # index of the query's own token
     low, high = (int(value) for value in last.aminmax())
     masked = low != high
@@ -150,7 +150,7 @@ def paged_decode_attention_reference(
         count = blocks.shape[1] * block_size
         keys = _gather_tokens(k_cache, blocks, 0, count, dtype)
         values = _gather_tokens(v_cache, blocks, 0, count, dtype)
-        key_index = columns[:, :1] * block_size + torch.arange(count)
+        key_index = columns[:, :1] * block_size + torch.arange(count, device="cpu")
         hidden = (key_index > last[:, None]) | (key_index <= last[:, None] - window)
         # A weight of zero times NaN is NaN, so values out of sight are cleared as well.
         values.masked_fill_(hidden[:, None, :, None], 0.0)
@@ -164,7 +164,7 @@ def paged_decode_attention_reference(
             blocks = blocks.clamp_(0, k_cache.shape[0] - 1)
         keys = _gather_tokens(k_cache, blocks, first_key - base, high + 1 - base, dtype)
         values = _gather_tokens(v_cache, blocks, first_key - base, high + 1 - base, dtype)
-        key_index = torch.arange(first_key, high + 1)[None]
+        key_index = torch.arange(first_key, high + 1, device="cpu")[None]
         if masked:
             tail = values[:, :, low + 1 - first_key :]
             unwritten = key_index[:, low + 1 - first_key :] > last[:, None]
@@ -286,8 +286,8 @@ def paged_prefill_attention_reference(
                 rows.reshape(1, num_kv_heads, group, end - begin, head_dim),
                 keys[:, :, low - first_key : high - first_key],
                 values[:, :, low - first_key : high - first_key],
-                torch.arange(prefix + begin, high)[None],
-                torch.arange(low, high)[None],
+                torch.arange(prefix + begin, high, device="cpu")[None],
+                torch.arange(low, high, device="cpu")[None],
                 scale=scale,
                 window=window,
                 softcap=softcap,

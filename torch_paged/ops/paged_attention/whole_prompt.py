@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Below it the two are alike, and cuDNN plans anew for each length.
+# Below it the two are alike.
 WHOLE_PROMPT_TOKENS = 1024
+
+# cuDNN plans anew for each length, which takes some 40 ms: prompts share the plans of multiples.
+_LENGTH_STEP = 256
 
 
 @functools.cache
@@ -40,10 +43,14 @@ def whole_prompt_attention(
         return out.squeeze(0).transpose(0, 1)
     if not (query.is_cuda and _cudnn_serves(q, k, v)):
         return None
+    num_tokens = query.shape[0]
+    if rest := -num_tokens % _LENGTH_STEP:
+        # Under the causal mask nothing attends to what stands behind it.
+        q, k, v = (pad(part, (0, 0, 0, rest)) for part in (q, k, v))
     # Not through scaled_dot_product_attention: choosing a backend there is global state.
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     heads: torch.Tensor = cudnn(q, k, v, None, False, is_causal=True, scale=scale)[0]
-    return heads.squeeze(0).transpose(0, 1)
+    return heads.squeeze(0).transpose(0, 1)[:num_tokens]
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -82,8 +82,8 @@ def rotary_cache_write(
         k_cache: [num_blocks, num_kv_heads, block_size, head_dim], written; last dimension
             contiguous. Keys are rounded to its dtype.
         v_cache: [num_blocks, num_kv_heads, block_size, value_dim], likewise.
-        slot_mapping: int64 [num_tokens], block * block_size + offset of each token; -1 leaves
-            the cache alone.
+        slot_mapping: int64 [num_tokens], contiguous, block * block_size + offset of each token;
+            -1 leaves the cache alone.
         q_norm: gain of the query norm, [head_dim], or [num_query_heads * head_dim] under
             `full_width_norm`; None for no norm.
         k_norm: gain of the key norm, likewise.
@@ -152,10 +152,12 @@ def _check(
                 f"contiguous last dimension, got {list(cache.shape)} with strides "
                 f"{cache.stride()}"
             )
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != query.shape[:1]:
+    fits = slot_mapping.shape == query.shape[:1] and slot_mapping.is_contiguous()
+    if slot_mapping.dtype != torch.int64 or not fits:
         raise ValueError(
-            f"slot_mapping must be int64 [{query.shape[0]}], got {slot_mapping.dtype} "
-            f"{list(slot_mapping.shape)}; call .long()"
+            f"slot_mapping must be contiguous int64 [{query.shape[0]}], got {slot_mapping.dtype} "
+            f"{list(slot_mapping.shape)} with strides {slot_mapping.stride()}; "
+            "call .long().contiguous()"
         )
     if key.shape[2] != query.shape[2] or key.shape[1] != value.shape[1]:
         raise ValueError(

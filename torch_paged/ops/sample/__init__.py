@@ -98,8 +98,8 @@ def sample(
     Args:
         logits: [num_rows, vocab_size], float32, bfloat16 or float16; contiguous in the last
             dimension, row stride free.
-        slots: [num_rows] int32, -1 for a padding row.
-        temperature: [num_slots] float32 or float64; 0 is greedy.
+        slots: [num_rows] int32, -1 for a padding row; copied if it is not contiguous.
+        temperature: [num_slots] float32 or float64; 0 is greedy. Contiguous, as all below.
         top_k: [num_slots] int32 or int64; 0 or at least vocab_size filters nothing.
         top_p: [num_slots] float32 or float64; 1 filters nothing. Hugging Face takes ``1 - top_p``
             in double precision, which float64 reproduces.
@@ -110,7 +110,7 @@ def sample(
     state = (temperature, top_k, top_p, min_p, seeds, counters)
     if not torch.compiler.is_compiling():
         _check(logits, slots, state)
-    return _sample_op(logits, slots, *state)
+    return _sample_op(logits, slots.contiguous(), *state)
 
 
 def sample_with_scores(
@@ -131,7 +131,7 @@ def sample_with_scores(
     state = (temperature, top_k, top_p, min_p, seeds, counters)
     if not torch.compiler.is_compiling():
         _check(logits, slots, state)
-    tokens, scores = _sample_with_scores_op(logits, slots, *state)
+    tokens, scores = _sample_with_scores_op(logits, slots.contiguous(), *state)
     return tokens, scores
 
 
@@ -140,10 +140,12 @@ def _check(logits: torch.Tensor, slots: torch.Tensor, states: tuple[torch.Tensor
     check_slots(slots, logits.shape[0])
     num_slots = states[0].shape[0]
     for (name, dtypes), state in zip(_STATE.items(), states, strict=True):
-        if state.dtype not in dtypes or state.shape != (num_slots,):
+        fits = state.shape == (num_slots,) and state.is_contiguous()
+        if state.dtype not in dtypes or not fits:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise TypeError(
-                f"{name} must be {wanted} [{num_slots}], got {state.dtype} {list(state.shape)}"
+                f"{name} must be {wanted} [{num_slots}], contiguous, got {state.dtype} "
+                f"{list(state.shape)} with strides {state.stride()}"
             )
 
 
