@@ -169,6 +169,7 @@ BAD_CALLS = {
     "wrong_processor": (lambda ids: ids, {"logits_processor": [None]}),
     "wrong_streamer": (lambda ids: ids, {"streamer": object()}),
     "mask_of_other_rows": (lambda ids: ids.repeat(3, 1), {"attention_mask": torch.ones(2, 17)}),
+    "mask_of_one_row": (lambda ids: ids.repeat(3, 1), {"attention_mask": torch.ones(1, 17)}),
 }
 
 

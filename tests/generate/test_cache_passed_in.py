@@ -37,9 +37,9 @@ def prefilled_tokens(monkeypatch) -> list[int]:
     counts: list[int] = []
     original = BatchRun.prefill
 
-    def prefill(self):
+    def prefill(self, **kwargs):
         counts.append(self._prompts.positions.shape[0])
-        return original(self)
+        return original(self, **kwargs)
 
     monkeypatch.setattr(BatchRun, "prefill", prefill)
     return counts

@@ -24,8 +24,8 @@ def prefills(monkeypatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     original = BatchRun.prefill
 
-    def prefill(self):
-        logits = original(self)
+    def prefill(self, **kwargs):
+        logits = original(self, **kwargs)
         found.append((self._prompts.positions.shape[0], self._core.allocator.num_live))
         return logits
 

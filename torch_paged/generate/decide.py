@@ -108,6 +108,8 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     reasons = []
     if not call.input_ids.shape[0]:
         reasons.append("a batch without rows")
+    if call.input_ids.is_floating_point():
+        reasons.append(f"input_ids of {call.input_ids.dtype}")
     if call.synced_gpus:
         reasons.append("synced_gpus")
     if not kwargs.get("use_cache", True):
@@ -181,6 +183,8 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     assert session.step is not None
     embeds = call.model_kwargs.get("inputs_embeds")
     rows, width = (call.input_ids if embeds is None else embeds).shape[:2]
+    if mask is not None and mask.shape[0] != rows:
+        return [f"the attention mask has {mask.shape[0]} rows, the prompts {rows}"]
     positions = text_positions(call.model_kwargs.get("position_ids"))
     cache = seams.call_cache(call.model_kwargs)
     past = num_past_columns(cache)
