@@ -22,6 +22,7 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.generate.support import zoo
 from torch_paged.patches import families, traits
 from torch_paged.patches.families import FAMILIES
+from torch_paged.patches.multimodal import WRAPPERS
 from torch_paged.report import Report, Stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,6 +134,15 @@ def test_readme_names_every_family() -> None:
     limits = text[text.index("## Limits") :]
     for module, _ in FAMILIES:
         assert f"`{module.split('.')[0]}`" in limits
+
+
+def test_readme_and_guide_name_every_type_that_reads_images() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    guide = (ROOT / "docs/generate.md").read_text("utf-8")
+    for module, _ in WRAPPERS:
+        name = f"`{module.split('.')[0]}`"
+        assert name in readme[readme.index("## Limits") :]
+        assert name in guide[guide.index("## Images and videos") :]
 
 
 def test_support_page_has_the_tier_of_every_type() -> None:

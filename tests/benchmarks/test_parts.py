@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_paged
-from benchmarks import parity, plots, shapes, speculation, tables
+from benchmarks import images, parity, plots, shapes, speculation, tables
 from benchmarks.decode import GREEDY, SAMPLE, generate
 from benchmarks.parity import Oracle, Warp, WrongResult, hf_logits
 from benchmarks.record import Record, Row, measured
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     "decode",
     "host_overhead",
+    "images",
     "lora",
     "mixing",
     "ops_attention",
@@ -241,6 +242,19 @@ def test_script_starts(
 def test_pytest_alone_runs_no_benchmark(request: pytest.FixtureRequest) -> None:
     assert request.config.getini("testpaths") == ["tests"]
     assert list((ROOT / "benchmarks").glob("test_*.py"))
+
+
+def test_images_are_measured_on_the_fused_path(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out" / "images.json"
+    sizes = ["--models", "tiny", "--batches", "2", "--new", "8", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["images", *sizes, "--json", str(path)])
+    images.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["transformers", "torch_paged"]
+    assert all(row["first_token_ms"] > 0 for row in rows)
+    assert "tiny  batch   2, torch_paged" in capsys.readouterr().out
 
 
 def test_speculation_is_measured_with_the_agreement_asked_for(

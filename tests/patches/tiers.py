@@ -20,6 +20,7 @@ FUSED = {
     "flex_olmo",
     "gemma",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "glm",
     "glm4",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ class DecoderStep:
     Args:
         root: the model, watched for replaced modules, hooks and moved parameters.
         spec: what `patches` read from it.
+        beside: modules of the model that are called as they are, beside all steps.
         fuse_linears: None folds a linear's neighbours into it on CUDA where the op has a kernel
             that pays at the number of rows; a bool forces it for all.
     """
@@ -73,10 +74,15 @@ class DecoderStep:
     keeps_state = False
 
     def __init__(
-        self, root: nn.Module, spec: DecoderSpec, *, fuse_linears: bool | None = None
+        self,
+        root: nn.Module,
+        spec: DecoderSpec,
+        *,
+        beside: Iterable[nn.Module] = (),
+        fuse_linears: bool | None = None,
     ) -> None:
         self.spec = spec
-        self.watch = ModuleWatch(root, spec)
+        self.watch = ModuleWatch(root, spec, beside)
         self._fuse_linears = fuse_linears
         # Sees every run, op by op, and may replace values; a plan's host form is passed by.
         self.visitor: Visitor | None = None

@@ -5,6 +5,7 @@ All three questions are asked before every run, so they are answered from flat l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,9 +78,14 @@ class ModuleWatch:
     Args:
         root: the model that owns the modules; kept only through its module tree's dictionaries.
         spec: the spec read from it; None watches the tensors of every module.
+        beside: modules of the model that the spec stands for nothing of, which are not watched.
     """
 
-    def __init__(self, root: nn.Module, spec: DecoderSpec | None) -> None:
+    def __init__(
+        self, root: nn.Module, spec: DecoderSpec | None, beside: Iterable[nn.Module] = ()
+    ) -> None:
+        ignored = {id(module) for module in beside}
+        modules = [module for module in root.modules() if id(module) not in ignored]
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
         # The model's own calls replace them.
@@ -93,7 +99,7 @@ class ModuleWatch:
         self._call_dicts: list[dict[str, object]] = []
         self._hook_dicts: list[dict[int, object]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
-        for parent in root.modules():
+        for parent in modules:
             self._child_dicts.append(parent._modules)
             for name, child in parent._modules.items():
                 if child is not None:
@@ -110,14 +116,14 @@ class ModuleWatch:
                     ]
         self._constants = [
             (parent.__dict__, name)
-            for parent in root.modules()
+            for parent in modules
             if not isinstance(parent, nn.Linear | nn.Embedding)
             for name, value in parent.__dict__.items()
             # What a rotary module of dynamic length remembers is of no consequence here.
             if type(value) in (int, float) and not name.endswith("max_seq_len_cached")
         ]
         # PEFT's wrappers, which compute something else when adapters are switched.
-        self._adapted: list[Any] = [m for m in root.modules() if hasattr(m, "_disable_adapters")]
+        self._adapted: list[Any] = [m for m in modules if hasattr(m, "_disable_adapters")]
         self._variants: dict[tuple[object, ...], int] = {}
         self._num_variants = 0
         self._seen_structure = self._structure()

@@ -149,7 +149,9 @@ class BatchRun:
         if core.step.has_spans:
             self._first_span = prompts.positions.max().long() + 1
             self._floor = core.step.first_floor(self._first_span)
-        logits = self._prefill_chunks(first_rows, captured)
+        logits = prompts.logits
+        if logits is None:
+            logits = self._prefill_chunks(first_rows, captured)
         last_positions = prompts.last_positions
         if len(sources) != num_prompts or prompts.rows is not None:
             self._share([first_rows[prompt] for prompt in sources])

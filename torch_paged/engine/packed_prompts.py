@@ -20,7 +20,8 @@ class PackedPrompts:
     """Prompts without their padding, one after the other, on the model's device.
 
     Attributes:
-        lengths: tokens of each prompt, those in `cached` included; at least 1 is not in there.
+        lengths: tokens of each prompt, those in `cached` included; without `logits` at least 1 is
+            not in there.
         ids: [num_tokens] int64, or None where `embeddings` [num_tokens, hidden_size] is given.
         positions: [num_tokens] int32 rotary positions.
         last_positions: [num_prompts] rotary position of each prompt's last token.
@@ -28,6 +29,7 @@ class PackedPrompts:
         cached: first tokens of each prompt whose keys and values are there already: `cached_kv`
             has them, or `held`; None: no such.
         held: blocks that others hold, by prompt and kind.
+        logits: [num_prompts, vocab_size] of the last tokens, where all tokens are in `cached`.
     """
 
     lengths: tuple[int, ...]
@@ -39,6 +41,7 @@ class PackedPrompts:
     cached: tuple[int, ...] | None = None
     cached_kv: CachedKV | None = None
     held: Sequence[Sequence[HeldBlocks]] | None = None
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.row_run import RowRun
-from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import fallback_reasons
 from torch_paged.generate.drafts import draft_with
 from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.past import fill_cache, num_past_columns, wanted_kv

@@ -12,6 +12,7 @@ from typing import Any
 from torch_paged.engine.output import RequestOutput
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import opted_out
+from torch_paged.generate.images import refuse_images
 from torch_paged.generate.manager import EngineManager, to_generation_output
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import OWN_NAMES, check_config, resolve_params
@@ -79,6 +80,7 @@ def generate_batch(
     session = find_session(self)
     if session is None:
         return original()
+    refuse_images(self, (), kwargs)
     overrides = _known(self, kwargs)
     reasons = _reasons(self, session, generation_config, overrides)
     if reasons:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
-from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import fallback_reasons
+from torch_paged.generate.images import prompts_of
 from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.past import fill_cache, wanted_kv
-from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import fall_back, on_model_device
 from torch_paged.generate.session import Session
@@ -98,12 +99,13 @@ def beam_search(
 def _run(model: Any, session: Session, call: Call) -> Any:
     assert session.core is not None and session.step is not None
     config, kwargs = call.generation_config, dict(call.model_kwargs)
-    prompts, columns = pack(session.step, session.core, call.input_ids, kwargs, config)
     limits = BatchLimits(max(int(config.max_length) - call.input_ids.shape[1], 1))
     # Beams change their blocks at every step, so none are handed out ahead.
     cache = seams.call_cache(kwargs)
     core = session.core
     keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)
+    with one_kind_of_error():
+        prompts, columns = prompts_of(session, call, keeps)
     batch = BatchRun(core, prompts, limits, lag=0, steps_ahead=1, keeps=keeps)
     with one_kind_of_error(), batch as run:
         stand_in = RunAsModel(model, run)

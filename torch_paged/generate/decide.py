@@ -7,10 +7,17 @@ from typing import Any, Literal
 
 import torch
 
-from torch_paged.generate.past import full_width, num_past_columns, past_reasons
+from torch_paged.generate.call import Call
+from torch_paged.generate.images import is_own_prefill, own_prefill_reasons
+from torch_paged.generate.past import (
+    full_width,
+    num_past_columns,
+    past_reasons,
+    text_positions,
+)
 from torch_paged.generate.samplers import is_long, looks_back, unknown_processors
 from torch_paged.generate.session import Session
-from torch_paged.patches import seams
+from torch_paged.patches import image_seams, seams
 
 Loop = Literal["device", "lagged", "stepped"]
 
@@ -26,19 +33,6 @@ _UNDERSTOOD_KWARGS = {
     "tokenizer",
     *seams.CACHE_NAMES,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one `_sample` call."""
-
-    input_ids: torch.Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    generation_config: Any
-    synced_gpus: bool
-    streamer: Any
-    model_kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +70,14 @@ def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> l
         or _call_reasons(model, session, call)
     )
     if not reasons:
-        reasons = _mask_reasons(session, call)
-    if not reasons and (reason := session.self_test_reason()):
-        reasons = [reason]
-    return reasons
+        reasons = _image_reasons(session, call, method) or _mask_reasons(session, call)
+    if reasons:
+        return reasons
+    tested = session.step
+    if reason := session.self_test_reason():
+        return [reason]
+    # A step that failed has given way to one that serves other calls.
+    return [] if session.step is tested else fallback_reasons(model, session, call, method)
 
 
 OPTED_OUT = "opted out: generation_config.torch_paged is False"
@@ -142,13 +140,26 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         reasons.append("model.compile() was called")
     if _recomputes(session, call):
         reasons.append("longrope computes the whole sequence anew on its way past its limit")
+    understood = _UNDERSTOOD_KWARGS
+    if session.reads_images:
+        understood = understood | image_seams.IMAGE_INPUTS
     extra = sorted(
         name
         for name, value in kwargs.items()
         # `generate` hands an empty dictionary of encoded images to models that could take them.
-        if name not in _UNDERSTOOD_KWARGS and value is not None and not _is_empty(value)
+        if name not in understood and value is not None and not _is_empty(value)
     )
     return reasons + [f"model argument {name!r}" for name in extra]
+
+
+def _image_reasons(session: Session, call: Call, method: str) -> list[str]:
+    if not is_own_prefill(call):
+        return []
+    if not session.reads_images:
+        return ["position_ids whose parts differ"]
+    if method == "_assisted_decoding":
+        return ["assisted decoding of a prompt with images"]
+    return own_prefill_reasons(session, call)
 
 
 def _recomputes(session: Session, call: Call) -> bool:
@@ -174,7 +185,7 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     rows, width = (call.input_ids if embeds is None else embeds).shape[:2]
     if mask is not None and mask.shape[0] != rows:
         return [f"the attention mask has {mask.shape[0]} rows, the prompts {rows}"]
-    positions = call.model_kwargs.get("position_ids")
+    positions = text_positions(call.model_kwargs.get("position_ids"))
     cache = seams.call_cache(call.model_kwargs)
     past = num_past_columns(cache)
     if past:

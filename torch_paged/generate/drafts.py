@@ -16,8 +16,10 @@ from torch import Tensor
 
 from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.row_run import RowRun
-from torch_paged.generate.decide import Call, fallback_reasons
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import fallback_reasons
 from torch_paged.generate.draft_sampler import DraftSampler, take_draft_sampler
+from torch_paged.generate.images import is_own_prefill
 from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.sample import choose_tokens, on_model_device
@@ -94,6 +96,8 @@ class Drafter:
         assert self._call is not None
         model = self._generator.assistant_model
         if fallback_reasons(model, session, self._call, "_sample"):
+            return True
+        if is_own_prefill(self._call):
             return True
         # Nor can a state be set back to where a draft was accepted, or frequencies.
         return session.step is None or session.step.keeps_state or session.step.has_spans

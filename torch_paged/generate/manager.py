@@ -211,12 +211,18 @@ class EngineManager(seams.ContinuousBatchingManager):
     def _default_eos(self, overrides: dict[str, Any]) -> None:
         """Without an end token in the generation config take that of the model's config."""
         if self.generation_config.eos_token_id is None:
-            overrides.setdefault("eos_token_id", self.model.config.eos_token_id)
+            overrides.setdefault("eos_token_id", _eos_token(self.model.config))
 
     def _names(self, count: int) -> list[str]:
         with self._lock:
             first, self._num_named = self._num_named, self._num_named + count
         return [f"req_{i}" for i in range(first, first + count)]
+
+
+def _eos_token(config: Any) -> Any:
+    """Return the end token of a model's config; where it has parts, that of its text."""
+    own = getattr(config, "eos_token_id", None)
+    return getattr(config.get_text_config(), "eos_token_id", None) if own is None else own
 
 
 class _Deliveries:

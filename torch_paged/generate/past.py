@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch_paged.engine.packed_prompts import CachedKV
 from torch_paged.generate.leased_cache import CacheLease
 from torch_paged.patches import seams
 from torch_paged.patches.patched_step import PatchedStep
+
+LayerStates = Callable[[Any, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,14 @@ class Columns:
     def new_index(self) -> Tensor | None:
         """Flat indices of the real columns to be run, counted among these."""
         return _flat(self.real, self.num_past, None)
+
+
+def text_positions(positions: Tensor | None) -> Tensor | None:
+    """Return positions [rows, columns] of those of a call.
+
+    Models that read images have one for each of time, height and width, which are equal in text.
+    """
+    return positions if positions is None or positions.dim() != 3 else positions[-1]
 
 
 def full_width(mask: Tensor | None, config: Any, positions: Tensor | None) -> int | None:
@@ -92,8 +103,12 @@ def wanted_kv(cache: Any, returned: bool, core: EngineCore) -> Keeps:
     return "windows" if seams.forgets_behind_windows(cache, core.layout.windows) else "all"
 
 
-def cached_kv(cache: Any, columns: Columns) -> CachedKV:
-    """Return the reader of the real columns of a cache, layer by layer."""
+def cached_kv(cache: Any, columns: Columns, states: LayerStates = seams.layer_states) -> CachedKV:
+    """Return the reader of the real columns of a cache, layer by layer.
+
+    Args:
+        states: gives keys and values of a layer of `cache`.
+    """
     index = columns.cached_index
 
     def packed(states: Tensor) -> Tensor:
@@ -102,7 +117,7 @@ def cached_kv(cache: Any, columns: Columns) -> CachedKV:
         return tokens if index is None else tokens.index_select(0, index)
 
     def read(layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = seams.layer_states(cache, layer)
+        keys, values = states(cache, layer)
         return packed(keys), packed(values)
 
     return read
@@ -118,6 +133,8 @@ def fill_cache(
     """Append what a run computed to the call's cache, each token in its column."""
     dtype = step.dtype
     num_rows, num_columns = len(run.rows), columns.num_new + num_steps - 1
+    if not num_columns:
+        return
     index = None
     if columns.real is not None:
         ran = columns.real[:, columns.num_past :]
@@ -149,5 +166,6 @@ __all__ = [
     "full_width",
     "num_past_columns",
     "past_reasons",
+    "text_positions",
     "wanted_kv",
 ]

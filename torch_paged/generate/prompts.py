@@ -11,7 +11,13 @@ from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import PackedPrompts
 from torch_paged.engine.core import EngineCore
 from torch_paged.generate.leased_cache import CacheLease, reusable
-from torch_paged.generate.past import Columns, cached_kv, full_width, num_past_columns
+from torch_paged.generate.past import (
+    Columns,
+    cached_kv,
+    full_width,
+    num_past_columns,
+    text_positions,
+)
 from torch_paged.patches import seams
 from torch_paged.patches.patched_step import PatchedStep
 
@@ -34,7 +40,7 @@ def pack(
     device = step.device
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     tokens = input_ids if embeds is None else embeds
-    positions, cache = kwargs.get("position_ids"), seams.call_cache(kwargs)
+    positions, cache = text_positions(kwargs.get("position_ids")), seams.call_cache(kwargs)
     past = num_past_columns(cache)
     if past and full_width(mask, config, positions) == tokens.shape[1]:
         tokens = tokens[:, past:]
@@ -49,13 +55,10 @@ def pack(
         tokens, positions = tokens[index], positions[index.to(device)]
         mask = None if mask is None else mask[index.to(mask.device)]
         rows = len(firsts)
-    real = None
+    real = real_columns(mask, device)
     lease = reusable(cache, step.cache_layers, core) if past else None
     lengths, cached = (past + width,) * rows, (past,) * rows
-    if mask is not None:
-        real = mask.to(device) != 0
-        # A row that is all padding still gives an answer: its last token stands for it.
-        real[:, -1] |= ~real.any(-1)
+    if real is not None:
         counts = [real.sum(-1), real[:, :past].sum(-1)]
         if lease is not None:
             counts.append(_differences(real, lease, past))
@@ -84,6 +87,16 @@ def pack(
     if copies is not None and real is not None:
         columns = Columns(past, width, real[torch.tensor(copies, device=device)])
     return Prompts(prompts, columns)
+
+
+def real_columns(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return where a mask has tokens, [rows, columns]; None where they are everywhere."""
+    if mask is None:
+        return None
+    real = mask.to(device) != 0
+    # A row that is all padding still gives an answer: its last token stands for it.
+    real[:, -1] |= ~real.any(-1)
+    return real
 
 
 def _differences(real: Tensor, lease: CacheLease, num_columns: int) -> Tensor:
@@ -117,4 +130,4 @@ def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int
     return tuple(copies) if len(numbers) < len(copies) else None
 
 
-__all__ = ["Prompts", "pack"]
+__all__ = ["Prompts", "pack", "real_columns"]

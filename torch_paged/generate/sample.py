@@ -13,7 +13,9 @@ from torch_paged.engine.batch import BatchLimits, BatchRun
 from torch_paged.engine.out_of_memory import one_kind_of_error
 from torch_paged.engine.sampler import Sampler
 from torch_paged.errors import UnsupportedFeatureError
-from torch_paged.generate.decide import OPTED_OUT, Call, Decision, decide
+from torch_paged.generate.call import Call
+from torch_paged.generate.decide import OPTED_OUT, Decision, decide
+from torch_paged.generate.images import prompts_of
 from torch_paged.generate.leased_cache import settle_foreign
 from torch_paged.generate.logprobs import (
     RecordingSampler,
@@ -22,7 +24,6 @@ from torch_paged.generate.logprobs import (
     take_recording_sampler,
 )
 from torch_paged.generate.past import wanted_kv
-from torch_paged.generate.prompts import pack
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.returned_cache import hand_to_cache
 from torch_paged.generate.samplers import make_sampler
@@ -116,16 +117,18 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
     assert session.core is not None
     config = call.generation_config
     lag = session.config.lag if decision.loop != "stepped" else 0
-    assert session.step is not None
-    prompts, columns = pack(session.step, session.core, call.input_ids, call.model_kwargs, config)
+    cache = seams.call_cache(call.model_kwargs)
+    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
     limits = BatchLimits(
         decision.max_new_tokens or _UNLIMITED,
         decision.eos_ids or (),
         _pad_token(call, decision),
     )
     extras: dict[str, Any] = {}
-    cache = seams.call_cache(call.model_kwargs)
-    keeps = wanted_kv(cache, bool(config.return_dict_in_generate), session.core)
+    step = session.step
+    assert step is not None
+    with one_kind_of_error():
+        prompts, columns = prompts_of(session, call, keeps)
     batch = BatchRun(session.core, prompts, limits, lag, keeps=keeps)
     with one_kind_of_error(), batch as run:
         logits = run.prefill()
@@ -141,7 +144,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         if call.streamer is not None:
             call.streamer.end()
         if keeps != "nothing":
-            hand_to_cache(cache, run, columns, num_steps, session.step, session.core)
+            hand_to_cache(cache, run, columns, num_steps, step, session.core)
         if not config.return_dict_in_generate:
             return sequences
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)

@@ -21,6 +21,7 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.scores import PromptScores
 from torch_paged.errors import TorchPagedError, UnsupportedFeatureError, UnsupportedModelError
+from torch_paged.generate.images import refuse_images
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
@@ -174,6 +175,7 @@ class Service:
         session = self.session()
         ids = prompt_list(prompt_ids, self.target)
         hashable("request_id", request_id)
+        refuse_images(self.target, ids, overrides)
         params = resolve_params(
             self.target,
             len(ids),

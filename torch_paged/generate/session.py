@@ -21,7 +21,13 @@ from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
 from torch_paged.ops.triton_compat import HAS_TRITON
-from torch_paged.patches.families import dropout_reason, hook_reason, read_spec
+from torch_paged.patches.families import (
+    dropout_reason,
+    hook_reason,
+    is_multimodal,
+    modules_beside,
+    read_spec,
+)
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import global_forward_hooks
@@ -59,6 +65,8 @@ class Session:
         self.step: DecoderStep | PatchedStep | None = None
         self.reasons: list[str] = []
         self.dropout = ""
+        # Whether our steps go on behind prompts with images, which the model computes itself.
+        self.reads_images = False
         self.samplers = SamplerShelf()
         # Where calls leave their log-probabilities, if anyone wants them.
         self.logprobs: TokenLogprobs | None = None
@@ -86,13 +94,16 @@ class Session:
         self.reasons = []
         self._verified.clear()
         self._undecided = False
+        self.reads_images = False
         self._placement = self._outer_reason()
         if self._placement:
             self.reasons = [self._placement]
             return
         self.dropout = dropout_reason(self.model)
         try:
-            self._use(DecoderStep(self.model, read_spec(self.model)))
+            beside = modules_beside(self.model)
+            self._use(DecoderStep(self.model, read_spec(self.model), beside=beside))
+            self.reads_images = is_multimodal(self.model)
         except SpecRefusal as refusal:
             self.reasons = [str(refusal)]
             self._undecided = True
@@ -165,6 +176,7 @@ class Session:
             self.core.release()
             self._undecided = isinstance(self.step, DecoderStep)
             self.core = self.step = None
+            self.reads_images = False
             self.reasons.append(reason)
             self.decide_tier()
         return "" if self.core is not None else "; ".join(self.reasons)

@@ -17,6 +17,7 @@ from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.gpt_neox import read_gpt_neox
 from torch_paged.patches.llama_like import read_llama_like
+from torch_paged.patches.multimodal import WRAPPERS, is_around, read_multimodal, text_models
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.seams import global_forward_hooks, is_output_capturing_hook
 from torch_paged.patches.traits import (
@@ -95,7 +96,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ("phi.modeling_phi", "PhiForCausalLM"): Traits(
         norm_kind="layer",
         norms=SHARED_NORM,
-        final_norm="model.final_layernorm",
+        final_norm="final_layernorm",
         parallel=True,
         output="dense",
         mlp=MlpNames(("fc1",), "fc2", gated=False),
@@ -197,6 +198,23 @@ FAMILIES: dict[tuple[str, str], Reader] = {
     **{key: _llama_like(key[0], traits) for key, traits in LLAMA_LIKE.items()},
     ("gpt_neox.modeling_gpt_neox", "GPTNeoXForCausalLM"): read_gpt_neox,
 }
+# Of models with images, the text models that can be read.
+TEXT_MODELS = text_models(LLAMA_LIKE)
+
+
+def is_multimodal(model: nn.Module) -> bool:
+    """Say whether the table has the class of `model` as one that reads images."""
+    return _key(type(model)) in WRAPPERS
+
+
+def modules_beside(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that encode images, which the model itself calls."""
+    text = WRAPPERS.get(_key(type(model)))
+    return [m for name, m in model.named_modules() if text and not is_around(name, text)]
+
+
+def _key(cls: type) -> tuple[str, str]:
+    return cls.__module__.removeprefix("transformers.models."), cls.__name__
 
 
 def read_spec(model: nn.Module) -> DecoderSpec:
@@ -206,11 +224,12 @@ def read_spec(model: nn.Module) -> DecoderSpec:
         SpecRefusal: no row for the class, or this instance departs from what its row says.
     """
     cls = type(model)
-    reader = FAMILIES.get((cls.__module__.removeprefix("transformers.models."), cls.__name__))
-    if reader is None or not cls.__module__.startswith("transformers.models."):
+    key = _key(cls)
+    reader, text = FAMILIES.get(key), WRAPPERS.get(key, "")
+    if not (reader or text) or not cls.__module__.startswith("transformers.models."):
         raise SpecRefusal(f"{NO_ROW} {cls.__module__}.{cls.__qualname__}")
     try:
-        spec = reader(model)
+        spec = reader(model) if reader else read_multimodal(model, text, TEXT_MODELS)
     except AttributeError as error:
         raise SpecRefusal(f"its modules are not those of {cls.__qualname__}: {error}") from error
     _refuse_overridden_containers(model, spec)
@@ -221,6 +240,7 @@ def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
     """Modules above the spec's own are not called, so nothing may hang there."""
     owned = [ref.module for ref in spec_modules(spec)]
     called = {id(module) for owner in owned for module in owner.modules()}
+    called |= {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
         reason = override_reason(module, ignore_hook=is_output_capturing_hook)
         if reason and id(module) not in called:
@@ -235,7 +255,10 @@ def hook_reason(model: nn.Module) -> str:
     """
     if any(global_forward_hooks()):
         return "there are global forward hooks"
+    beside = {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
+        if id(module) in beside:
+            continue
         for hooks in hook_dicts(module):
             if any(not is_output_capturing_hook(hook) for hook in hooks.values()):
                 return f"{name or 'the model'} has forward hooks"

@@ -64,24 +64,30 @@ def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
     )
 
 
-def read_llama_like(model: Any, family: str, traits: Traits) -> DecoderSpec:
-    """Read `model.model.layers` and its neighbours."""
-    config = model.config
+def read_llama_like(
+    model: Any, family: str, traits: Traits, root: str = "model", config: Any = None
+) -> DecoderSpec:
+    """Read the layers of `model` below `root` and their neighbours.
+
+    Args:
+        config: of the text; None takes the model's.
+    """
+    config = model.config if config is None else config
     for name in traits.absent:
         if getattr(config, name, None):
             raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
-    tables = rotaries(model, "model.rotary_emb", config)
+    tables = rotaries(model, f"{root}.rotary_emb", config)
     kinds = list(tables)
     layers = []
     for index in range(config.num_hidden_layers):
         table = 0 if "" in tables else kinds.index(config.layer_types[index])
-        layers.append(_read_layer(model, index, table, traits))
-    embedding = ref(model, "model.embed_tokens")
+        layers.append(_read_layer(model, f"{root}.layers.{index}", config, table, traits))
+    embedding = ref(model, f"{root}.embed_tokens")
     return DecoderSpec(
         family=family,
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=norm(model, traits.final_norm, traits),
+        final_norm=norm(model, f"{root}.{traits.final_norm}", traits),
         head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
         rotaries=tuple(tables.values()),
         hidden_size=config.hidden_size,
@@ -112,10 +118,8 @@ def _logit_scale(config: Any, traits: Traits) -> float:
     return float(getattr(config, "logit_scale", None) or 1.0)
 
 
-def _read_layer(model: Any, index: int, table: int, traits: Traits) -> LayerSpec:
-    prefix = f"model.layers.{index}"
-    config, names = model.config, traits.norms
-    parallel = traits.parallel
+def _read_layer(model: Any, prefix: str, config: Any, table: int, traits: Traits) -> LayerSpec:
+    names, parallel = traits.norms, traits.parallel
     if parallel is None:
         parallel = bool(config.use_parallel_residual)
 
@@ -123,8 +127,8 @@ def _read_layer(model: Any, index: int, table: int, traits: Traits) -> LayerSpec
         return None if name is None else norm(model, f"{prefix}.{name}", traits)
 
     return LayerSpec(
-        _read_attention(model, f"{prefix}.self_attn", table, traits),
-        _read_feed_forward(model, prefix, traits),
+        _read_attention(model, f"{prefix}.self_attn", config, table, traits),
+        _read_feed_forward(model, prefix, config, traits),
         input_norm=named(names.input),
         mlp_norm=None if parallel else named(names.mlp),
         post_attention_norm=named(names.post_attention),
@@ -134,8 +138,10 @@ def _read_layer(model: Any, index: int, table: int, traits: Traits) -> LayerSpec
     )
 
 
-def _read_attention(model: Any, name: str, table: int, traits: Traits) -> AttentionSpec:
-    config, module = model.config, model.get_submodule(name)
+def _read_attention(
+    model: Any, name: str, config: Any, table: int, traits: Traits
+) -> AttentionSpec:
+    module: Any = model.get_submodule(name)
     hidden, heads, kv_heads = (
         config.hidden_size,
         config.num_attention_heads,
@@ -196,21 +202,21 @@ def _has_rotary(module: Any, window: int, traits: Traits) -> bool:
 
 
 def _read_feed_forward(
-    model: Any, layer: str, traits: Traits
+    model: Any, layer: str, config: Any, traits: Traits
 ) -> MlpSpec | ExpertsSpec | OpaqueMlpSpec:
-    config, names = model.config, traits.experts
+    names = traits.experts
     activation = activation_of(
         getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     )
     if names is not None and has_experts(model, layer, names):
         return read_experts(model, layer, names, activation)
-    return _read_mlp(model, f"{layer}.mlp", traits, activation)
+    return _read_mlp(model, f"{layer}.mlp", config, traits, activation)
 
 
-def _read_mlp(model: Any, name: str, traits: Traits, activation: Activation) -> MlpSpec:
-    config, names = model.config, traits.mlp
-    hidden = config.hidden_size
-    inner = config.intermediate_size
+def _read_mlp(
+    model: Any, name: str, config: Any, traits: Traits, activation: Activation
+) -> MlpSpec:
+    names, hidden, inner = traits.mlp, config.hidden_size, config.intermediate_size
     width = inner if len(names.inputs) == 2 or not names.gated else 2 * inner
     inputs = tuple(linear(model, f"{name}.{part}", hidden, width) for part in names.inputs)
     output = linear(model, f"{name}.{names.output}", inner, hidden)

@@ -113,7 +113,7 @@ class Traits:
     cast_before_gain: bool = True
     norm_eps: float | None = None
     norms: NormNames = PRE_NORMS
-    final_norm: str = "model.norm"
+    final_norm: str = "norm"
     parallel: bool | None = False
     head_norms: tuple[str, str] | None = None
     head_norms_full: bool = False
