@@ -10,6 +10,8 @@ from packaging.version import Version
 
 FUSED = {
     "arcee",
+    "bloom",
+    "codegen",
     "cohere",
     "cohere2",
     "cwm",
@@ -17,6 +19,7 @@ FUSED = {
     "ernie4_5",
     "ernie4_5_moe",
     "exaone",
+    "falcon",
     "flex_olmo",
     "gemma",
     "gemma2",
@@ -24,8 +27,11 @@ FUSED = {
     "glm",
     "glm4",
     "glm4_moe",
+    "gpt2",
+    "gpt_bigcode",
     "gpt_neox",
     "gpt_oss",
+    "gptj",
     "granite",
     "granitemoe",
     "granitemoeshared",
@@ -38,11 +44,13 @@ FUSED = {
     "ministral",
     "mistral",
     "mixtral",
+    "mpt",
     "nemotron",
     "olmo",
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
     "phi",
     "phi3",
     "qwen2",
@@ -73,12 +81,10 @@ _POSITIONS = (
     "bigbird_pegasus",
     "blenderbot",
     "blenderbot-small",
-    "bloom",
     "cpmant",
     "marian",
     "mbart",
     "moss_transcribe_diarize",
-    "mpt",
     "mvp",
     "pegasus",
     "plbart",
@@ -111,14 +117,12 @@ REASONS: dict[str, str] = {
     "minimax": "does not run with switched attention",
     "recurrent_gemma": "keeps its state outside the cache",
     "doge": "a mask of the model's own making",
-    "falcon": "does not run with switched attention",
     "gemma4_unified": "does not run with switched attention",
     "gemma3n_text": "share keys and values",
     "moshi": "its cache remembers",
     "openai-gpt": "takes no cache",
 }
 if Version(transformers.__version__) < Version("5.24"):
-    REASONS |= dict.fromkeys(("codegen", "gptj"), "go through the attention interface")
     REASONS["recurrent_gemma"] = "a state of their own"
 
 

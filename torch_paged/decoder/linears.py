@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_paged.decoder.slots import Slot, override_reason, plain_linear_slot
+from torch_paged.decoder.slots import (
+    Slot,
+    is_conv1d,
+    override_reason,
+    parameter_reason,
+    plain_linear_slot,
+)
 
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
@@ -41,23 +47,38 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class HeldLinear:
-    """A linear as it computes now: a plain one and the updates of its active adapters."""
+    """A linear as it computes now: a plain one and the updates of its active adapters.
+
+    Attributes:
+        base: a linear, or a Conv1D of transformers, whose weight is [in_features, out_features].
+    """
 
     base: nn.Linear
     updates: tuple[Update, ...] = ()
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight where it is, seen as [out_features, in_features]."""
+        weight = self.base.weight.detach()
+        return weight.T if is_conv1d(self.base) else weight
+
 
 def linear_slot(module: nn.Module) -> Slot:
-    """Fused for a plain nn.Linear, and for PEFT's LoRA over one in its plain form."""
+    """Fused for a plain nn.Linear, and for PEFT's LoRA over one in its plain form.
+
+    Generic for a Conv1D: our kernels read weights along their input features.
+    """
     held = _read(module)
     if isinstance(held, str):
         return Slot("opaque", held)
+    if is_conv1d(held.base):
+        return Slot("generic", "torch's linear over a weight [in_features, out_features]")
     names = ", ".join(f"{u.name} (rank {u.rank})" for u in held.updates)
     return Slot("fused", f"with LoRA {names}" if names else "")
 
 
 def held_linear(module: nn.Module) -> HeldLinear:
-    """Return the linear of a module whose `linear_slot` is fused."""
+    """Return the linear of a module whose `linear_slot` is not opaque."""
     held = _read(module)
     assert isinstance(held, HeldLinear), held
     return held
@@ -77,6 +98,9 @@ def is_lora_linear(module: nn.Module) -> bool:
 
 def _read(module: nn.Module) -> HeldLinear | str:
     """Return the linear that `module` is, or why it must be called instead."""
+    if is_conv1d(module):
+        reason = override_reason(module) or parameter_reason(module)
+        return reason or HeldLinear(module)  # type: ignore[arg-type]
     if not is_lora_linear(module):
         slot = plain_linear_slot(module)
         return HeldLinear(module) if slot.kind == "fused" else slot.why  # type: ignore[arg-type]

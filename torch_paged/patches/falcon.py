@@ -1,0 +1,78 @@
+"""Falcon: three layouts of q, k and v, blocks in parallel or in turn."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch_paged.decoder.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from torch_paged.patches.llama_like import activation_of, layer_norm, linear, ref
+from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.rotary import rotary
+
+
+def read_falcon(model: Any) -> DecoderSpec:
+    """Read a FalconForCausalLM with rotary embeddings."""
+    config = model.config
+    if config.alibi:
+        raise SpecRefusal("alibi=True rounds its biases to bfloat16, which has no fused form")
+    if config.new_decoder_architecture and not config.parallel_attn:
+        raise SpecRefusal("new_decoder_architecture=True with parallel_attn=False does not run")
+    return DecoderSpec(
+        family="falcon",
+        embedding=ref(model, "transformer.word_embeddings"),
+        layers=tuple(_read_layer(model, i) for i in range(config.num_hidden_layers)),
+        final_norm=layer_norm(model, "transformer.ln_f"),
+        head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
+        rotaries=(rotary(model, "transformer.rotary_emb", config),),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        repeats_kv=config.new_decoder_architecture
+        and config.num_kv_heads != config.num_attention_heads,
+    )
+
+
+def _read_layer(model: Any, index: int) -> LayerSpec:
+    config, prefix = model.config, f"transformer.h.{index}"
+    hidden, inner = config.hidden_size, config.ffn_hidden_size
+    mlp = MlpSpec(
+        inputs=(linear(model, f"{prefix}.mlp.dense_h_to_4h", hidden, inner),),
+        output=linear(model, f"{prefix}.mlp.dense_4h_to_h", inner, hidden),
+        activation=activation_of(config.activation),
+        gated=False,
+    )
+    parallel = bool(config.parallel_attn)
+    if config.new_decoder_architecture and config.num_ln_in_parallel_attn == 2:
+        before, between = "ln_attn", "ln_mlp"
+    else:
+        before, between = "input_layernorm", "" if parallel else "post_attention_layernorm"
+    return LayerSpec(
+        _read_attention(model, f"{prefix}.self_attention"),
+        mlp,
+        input_norm=layer_norm(model, f"{prefix}.{before}"),
+        mlp_norm=layer_norm(model, f"{prefix}.{between}") if between else None,
+        parallel=parallel,
+    )
+
+
+def _read_attention(model: Any, name: str) -> AttentionSpec:
+    config = model.config
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    layout: Literal["concat", "per_head"] = "per_head"
+    kv_heads = heads
+    if config.new_decoder_architecture:
+        kv_heads = config.num_kv_heads
+    elif config.multi_query:
+        layout, kv_heads = "concat", 1
+    dim = hidden // heads
+    width = (heads + 2 * kv_heads) * dim
+    return AttentionSpec(
+        projections=(linear(model, f"{name}.query_key_value", hidden, width),),
+        layout=layout,
+        output=linear(model, f"{name}.dense", hidden, hidden),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=dim,
+        scale=float(model.get_submodule(name).inv_norm_factor),
+        rotary=0,
+    )
