@@ -91,7 +91,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ("gemma.modeling_gemma", "GemmaForCausalLM"): _GEMMA,
     ("gemma2.modeling_gemma2", "Gemma2ForCausalLM"): _GEMMA2,
     ("gemma3.modeling_gemma3", "Gemma3ForCausalLM"): replace(
-        _GEMMA2, head_norms=("q_norm", "k_norm")
+        _GEMMA2, head_norms=("q_norm", "k_norm"), caps_scores=False
     ),
     ("vaultgemma.modeling_vaultgemma", "VaultGemmaForCausalLM"): replace(
         _GEMMA2, norms=NormNames("input_layernorm", "pre_feedforward_layernorm")

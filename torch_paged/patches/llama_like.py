@@ -173,6 +173,7 @@ def _read_attention(model: Any, name: str, table: int, traits: Traits) -> Attent
         )
     norms = traits.head_norms
     window = _window(module, config, traits)
+    softcap = getattr(module, "attn_logit_softcapping", None) if traits.caps_scores else None
     return AttentionSpec(
         projections=projections,
         layout="concat" if traits.fused_qkv else "separate",
@@ -185,7 +186,7 @@ def _read_attention(model: Any, name: str, table: int, traits: Traits) -> Attent
         rotary=table if _has_rotary(module, window, traits) else None,
         interleaved=traits.interleaved,
         window=window,
-        softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
+        softcap=float(softcap or 0.0),
         q_norm=norm(model, f"{name}.{norms[0]}", traits) if norms else None,
         k_norm=norm(model, f"{name}.{norms[1]}", traits) if norms else None,
         qk_norm_full=traits.head_norms_full,
