@@ -277,7 +277,7 @@ class DecoderSpec:
         embedding_norm: on the embeddings, behind all of these.
         max_positions: positions are below this; 0 where there is no end.
         counts_columns: distances between tokens count what the mask hides between them.
-        repeats_kv: the model's own cache repeats keys and values for each query head.
+        cache_repeats: how often the model's own cache holds each head of keys and values.
     """
 
     family: str
@@ -299,4 +299,4 @@ class DecoderSpec:
     embedding_norm: NormSpec | None = None
     max_positions: int = 0
     counts_columns: bool = False
-    repeats_kv: bool = False
+    cache_repeats: int = 1

@@ -67,6 +67,8 @@ class DecoderStep:
             that pays at the number of rows; a bool forces it for all.
     """
 
+    # The keys and values of a spec are those that the model keeps in a cache of its own.
+    fills_caches = True
     # All that its layers keep is keys and values.
     keeps_state = False
 
@@ -131,9 +133,9 @@ class DecoderStep:
         return any(self.layer_windows)
 
     @property
-    def fills_caches(self) -> bool:
-        """Say whether the model keeps the same keys and values in a cache of its own."""
-        return not self.spec.repeats_kv
+    def cache_repeats(self) -> int:
+        """How often the model's own cache holds each head of keys and values."""
+        return self.spec.cache_repeats
 
     @property
     def counts_columns(self) -> bool:

@@ -17,17 +17,19 @@ def read_falcon(model: Any) -> DecoderSpec:
         raise SpecRefusal("alibi=True rounds its biases to bfloat16, which has no fused form")
     if config.new_decoder_architecture and not config.parallel_attn:
         raise SpecRefusal("new_decoder_architecture=True with parallel_attn=False does not run")
+    layers = tuple(_read_layer(model, i) for i in range(config.num_hidden_layers))
     return DecoderSpec(
         family="falcon",
         embedding=ref(model, "transformer.word_embeddings"),
-        layers=tuple(_read_layer(model, i) for i in range(config.num_hidden_layers)),
+        layers=layers,
         final_norm=layer_norm(model, "transformer.ln_f"),
         head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
         rotaries=(rotary(model, "transformer.rotary_emb", config),),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        repeats_kv=config.new_decoder_architecture
-        and config.num_kv_heads != config.num_attention_heads,
+        cache_repeats=layers[0].attention.num_heads // layers[0].attention.num_kv_heads
+        if config.new_decoder_architecture
+        else 1,
     )
 
 

@@ -47,6 +47,7 @@ class PatchedStep:
 
     # What these would tell, the model's own forward sees to.
     counts_columns = False
+    cache_repeats = 1
     max_positions = 0
 
     def __init__(self, model: Any) -> None:
