@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_paged.decoder.bind_linear import call_module
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values
 from torch_paged.decoder.plan_rare import AddPositions, Clip, LookUpRotary
-from torch_paged.decoder.slots import plain_slot
 from torch_paged.ops.unchecked import embed
 
 

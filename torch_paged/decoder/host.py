@@ -444,9 +444,7 @@ def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     second += turned
 
 
-def _attend(
-    query: Array, keys: Array, values: Array, scale: float, slopes: Array | None
-) -> Array:
+def _attend(query: Array, keys: Array, values: Array, scale: float, slopes: Array | None) -> Array:
     """Attend query [Hq, D] over keys and values [Hkv, L, D] up to its own; [Hq, Dv]."""
     num_kv_heads = keys.shape[0]
     grouped = query.reshape(num_kv_heads, -1, query.shape[-1])

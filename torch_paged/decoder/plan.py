@@ -274,10 +274,10 @@ def lower(spec: DecoderSpec, mode: Mode) -> Plan:
     hidden = _extend(instructions, _lower_embedding(spec))
     for index, rotary in enumerate(spec.rotaries):
         tables = (f"cos{index}", f"sin{index}")
-        looked_up = isinstance(rotary, RotaryLookup)
-        instructions.append(
-            LookUpRotary(rotary, tables) if looked_up else RotaryTable(rotary, tables)
-        )
+        if isinstance(rotary, RotaryLookup):
+            instructions.append(LookUpRotary(rotary, tables))
+        else:
+            instructions.append(RotaryTable(rotary, tables))
     for index, layer in enumerate(spec.layers):
         body = _lower_layer(layer, index, hidden)
         instructions.extend(body)

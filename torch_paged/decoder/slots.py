@@ -83,8 +83,19 @@ def plain_linear_slot(module: nn.Module) -> Slot:
     """Fused only for a plain nn.Linear over plain floating tensors, without hooks."""
     if not _is_linear(module):
         return Slot("opaque", f"it is a {type(module).__name__}")
+    return _read_slot(module)
+
+
+def conv1d_slot(module: nn.Module) -> Slot:
+    """Generic for a Conv1D in its plain form: our kernels read weights along input features."""
+    slot = _read_slot(module)
+    return slot if slot.why else Slot("generic", "torch's linear over a weight that is [in, out]")
+
+
+def _read_slot(module: nn.Module) -> Slot:
     reason = override_reason(module) or parameter_reason(module)
-    if not reason and module.weight.stride(-1) != 1:
+    weight = module._parameters.get("weight")
+    if not reason and (weight is None or weight.stride(-1) != 1):
         reason = "its weight is not contiguous"
     return Slot("opaque", reason) if reason else Slot("fused")
 
