@@ -24,6 +24,8 @@ from torch_paged.generate.support.parity import (
     prompts,
     steps_to_compare,
 )
+from torch_paged.patches.patched_step import PatchedStep
+from torch_paged.patches.refusal import SpecRefusal
 
 # For the module beside this one.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -214,6 +216,12 @@ def test_setting(name: str) -> None:
     model = zoo.tiny_model(model_type, **changes)
     assert_generates_the_same(model)
     assert (torch_paged.explain(model).tier == "fused") is (name not in UNFUSED)
+
+
+@pytest.mark.parametrize("model_type", sorted(tiers.FUSED_ONLY))
+def test_fused_type_without_a_patched_form(model_type: str) -> None:
+    with pytest.raises(SpecRefusal, match=tiers.FUSED_ONLY[model_type]):
+        PatchedStep(zoo.tiny_model(model_type))
 
 
 def test_most_types_are_accelerated() -> None:

@@ -27,6 +27,7 @@ FUSED = {
     "glm",
     "glm4",
     "glm4_moe",
+    "gpt-sw3",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
@@ -122,7 +123,14 @@ REASONS: dict[str, str] = {
     "moshi": "its cache remembers",
     "openai-gpt": "takes no cache",
 }
+# Fused types whose own forward could not run over the paged cache -> what its reason says.
+FUSED_ONLY = {
+    "bloom": "its forward takes no position_ids",
+    "falcon": "does not run with switched attention",
+    "mpt": "its forward takes no position_ids",
+}
 if Version(transformers.__version__) < Version("5.24"):
+    FUSED_ONLY |= dict.fromkeys(("codegen", "gptj"), "go through the attention interface")
     REASONS["recurrent_gemma"] = "a state of their own"
 
 
