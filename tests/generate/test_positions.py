@@ -103,6 +103,35 @@ def test_the_last_position_is_reached_and_not_passed(family, device, accelerate)
     assert torch.equal(greedy(model, ids, 8, attention_mask=mask), expected)
 
 
+@pytest.mark.parametrize("family", ENDING)
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    # Hugging Face's own lookup may put its last token in as well.
+    [({"num_beams": 3}, 8), ({"prompt_lookup_num_tokens": 5}, 7)],
+    ids=["beams", "lookup"],
+)
+def test_other_methods_reach_the_last_position(
+    options, num_tokens, family, device, accelerate
+) -> None:
+    model = tiny_family(family, device, **{ENDING[family]: 40})
+    ids = prompt(11, 11, device=device).repeat(1, 3)
+    expected = greedy(copy.deepcopy(model), ids, num_tokens, **options)
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, num_tokens, **options), expected)
+    assert last_call(model).path == "fused"
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_embeddings_of_the_caller_get_positions_as_well(family, device, accelerate) -> None:
+    model = tiny_family(family, device)
+    ids, mask = padded_prompts((9, 17), device)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = copy.deepcopy(model).generate(inputs_embeds=embeddings, **arguments)
+    accelerate(model)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **arguments), expected)
+
+
 @pytest.mark.parametrize("family", LEARNED)
 def test_a_row_that_ends_in_time_may_be_allowed_more(family, device, accelerate) -> None:
     model = tiny_family(family, device, max_position_embeddings=40)
