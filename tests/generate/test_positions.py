@@ -103,21 +103,21 @@ def test_the_last_position_is_reached_and_not_passed(family, device, accelerate)
     assert torch.equal(greedy(model, ids, 8, attention_mask=mask), expected)
 
 
-@pytest.mark.parametrize("family", ENDING)
 @pytest.mark.parametrize(
-    ("options", "num_tokens"),
-    # Hugging Face's own lookup may put its last token in as well.
-    [({"num_beams": 3}, 8), ({"prompt_lookup_num_tokens": 5}, 7)],
-    ids=["beams", "lookup"],
+    ("family", "options"),
+    [
+        *((family, {"num_beams": 3}) for family in ENDING),
+        # MPT's own lookup puts in one token more than its biases have room for.
+        *((family, {"prompt_lookup_num_tokens": 5}) for family in ENDING if family != "mpt"),
+    ],
+    ids=str,
 )
-def test_other_methods_reach_the_last_position(
-    options, num_tokens, family, device, accelerate
-) -> None:
+def test_other_methods_reach_the_last_position(family, options, device, accelerate) -> None:
     model = tiny_family(family, device, **{ENDING[family]: 40})
     ids = prompt(11, 11, device=device).repeat(1, 3)
-    expected = greedy(copy.deepcopy(model), ids, num_tokens, **options)
+    expected = greedy(copy.deepcopy(model), ids, 8, **options)
     accelerate(model)
-    assert torch.equal(greedy(model, ids, num_tokens, **options), expected)
+    assert torch.equal(greedy(model, ids, 8, **options), expected)
     assert last_call(model).path == "fused"
 
 
