@@ -174,6 +174,27 @@ def test_an_engine_refuses_lengths_past_the_last_position(family, device) -> Non
         assert len(engine.run()[request].token_ids) == 23
 
 
+def test_alibi_of_falcon_is_that_of_its_attention(device, accelerate) -> None:
+    """Long enough for positions that no bfloat16 holds."""
+    changes = {"alibi": True, "bias": False, "new_decoder_architecture": False}
+    ids, mask = padded_prompts((9, 290), device)
+    options = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for attention in ("eager", "sdpa"):
+        model = tiny_family("falcon", device, **changes, num_kv_heads=4, multi_query=False)
+        model.config._attn_implementation = attention
+        expected = reference(model, ids, 12, attention_mask=mask)
+        accelerate(model)
+        output = greedy(model, ids, 12, **options)
+        assert torch.equal(output.sequences, expected.sequences)
+        got, want = torch.stack(output.logits), torch.stack(expected.logits)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert last_call(model).path == "fused"
+        found.append(got)
+    # Hugging Face's eager attention adds the biases twice.
+    assert not torch.allclose(*found, atol=0.1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeded_batch_and_the_cache_that_is_returned(family, device, accelerate) -> None:
     model = tiny_family(family, device)

@@ -22,6 +22,7 @@ _FLAGS = {
     "HAS_SOFTCAP": False,
     "HAS_SINKS": False,
     "HAS_ALIBI": False,
+    "ALIBI_ROUNDED": False,
     "PRECISION": "ieee",
 }
 
@@ -177,6 +178,15 @@ TARGETS = [
     *_decode("71x1x64-alibi", heads=(71, 1, 64), HALF=0, HAS_ALIBI=True, hot=False),
     *_decode("32x32x128-alibi", heads=(32, 32, 128), HALF=0, HAS_ALIBI=True),
     # Triton 3.9 leaves 8 bytes of stack on sm_89 here, Triton 3.6 none.
+    *_decode(
+        "64x64x64-rounded-alibi",
+        heads=(64, 64, 64),
+        HALF=0,
+        HAS_ALIBI=True,
+        ALIBI_ROUNDED=True,
+        types={"slopes_ptr": "*bf16"},
+        hot=False,
+    ),
     *_decode("12x12x64-unrotated", heads=(12, 12, 64), HALF=0, hot=False),
     *_decode("32x8x128-fp32", heads=(32, 8, 128), element_size=4, types={**_FP32, **_FP32_NEW}),
     _prefill(
@@ -206,6 +216,17 @@ TARGETS = [
         num_stages=3,
         capabilities=_LARGE,
         HAS_ALIBI=True,
+    ),
+    _prefill(
+        "64x64x64-rounded-alibi",
+        heads=(64, 64, 64),
+        tile=(64, 64),
+        num_warps=4,
+        num_stages=3,
+        capabilities=_LARGE,
+        types={"slopes_ptr": "*bf16"},
+        HAS_ALIBI=True,
+        ALIBI_ROUNDED=True,
     ),
     _prefill(
         "32x8x128-small",

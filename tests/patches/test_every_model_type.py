@@ -117,6 +117,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
     ),
     "falcon-alibi": ("falcon", {"alibi": True}),
+    "falcon-alibi-six-heads": (
+        "falcon",
+        {"alibi": True, "num_attention_heads": 6, "hidden_size": 48, "multi_query": False}
+        | {"num_kv_heads": 6, "parallel_attn": False, "bias": True},
+    ),
 }
 
 
@@ -206,7 +211,6 @@ UNFUSED = {
     "cohere-head-norms",
     "phi-head-norms",
     "stablelm-head-norms",
-    "falcon-alibi",
 }
 
 

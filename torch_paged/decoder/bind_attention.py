@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
@@ -94,7 +95,10 @@ def _sinks(spec: AttentionSpec) -> Tensor | None:
 
 
 def _alibi_slopes(spec: AttentionSpec, like: Tensor) -> Tensor | None:
-    return constant(spec.alibi, like.device) if spec.alibi else None
+    if not spec.alibi:
+        return None
+    dtype = torch.bfloat16 if spec.alibi_rounded else torch.float32
+    return constant(spec.alibi, like.device, dtype)
 
 
 # (heads of the rows, cos, sin, slots) -> [num_rows, num_heads, v_head_dim]

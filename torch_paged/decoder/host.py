@@ -271,7 +271,7 @@ class HostStep:
 
     def _attention(self, ins: Attention) -> Call:
         spec = ins.spec
-        special = spec.softcap or spec.sinks is not None
+        special = spec.softcap or spec.sinks is not None or spec.alibi_rounded
         if special or spec.layout in ("per_head", "quarters"):
             raise Unsupported("this attention has no form here")
         query, key, value = self._heads(spec, ins.projections)

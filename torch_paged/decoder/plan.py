@@ -150,7 +150,7 @@ class Attention(OneTarget):
         extras += [f"window={spec.window}"] if spec.window else []
         extras += [f"softcap={spec.softcap:g}"] if spec.softcap else []
         extras += ["sinks"] if spec.sinks else []
-        extras += ["alibi"] if spec.alibi else []
+        extras += ["rounded alibi" if spec.alibi_rounded else "alibi"] if spec.alibi else []
         what = f"attention[{self.layer}: {', '.join(extras)}]"
         return f"{self.target} = {what}({', '.join(self.sources)})"
 

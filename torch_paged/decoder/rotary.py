@@ -50,11 +50,13 @@ def long_frequencies(spec: RotarySpec, like: Tensor) -> Tensor | None:
 
 
 @functools.cache
-def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` as float32, for one device always the same tensor."""
+def constant(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `values` as a tensor, for one device and dtype always the same."""
     # Kept: graphs outlive the plans that they were captured from.
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def changes_with_length(spec: DecoderSpec) -> bool:

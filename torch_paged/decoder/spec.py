@@ -126,6 +126,7 @@ class AttentionSpec:
         window: a query at i sees keys in (i - window, i]; 0 means all of them.
         softcap: ``c * tanh(score / c)`` when above 0.
         alibi: by query head, what is taken off a score for each token of distance; empty for none.
+        alibi_rounded: these are products by the index of a key in bfloat16, and scaled as well.
         rotary: index into `DecoderSpec.rotaries`, or None for no rotary embedding.
         interleaved: rotary turns pairs (0, 1), (2, 3), ... instead of the two halves.
         qk_norm_full: q and k are normalised over the whole projection, not per head.
@@ -149,6 +150,7 @@ class AttentionSpec:
     qk_norm_full: bool = False
     sinks: tuple[ModuleRef, str] | None = None
     alibi: tuple[float, ...] = ()
+    alibi_rounded: bool = False
     clip: float = 0.0
 
 
