@@ -6,18 +6,26 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
     Cohere2Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
+    MptConfig,
     NemotronConfig,
     Olmo3Config,
     OlmoConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     Qwen2MoeConfig,
@@ -29,6 +37,7 @@ from transformers import (
 
 from torch_paged.config import Config
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
+from torch_paged.decoder.linears import held_linear
 from torch_paged.decoder.plan import Add, Glu, Linear, Norm, lower
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
@@ -71,6 +80,16 @@ _CONFIGS = {
     "stablelm": StableLmConfig(**_DIMS, rope_parameters=_PARTIAL, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**_DIMS, sliding_window=8),
     "nemotron": NemotronConfig(**_DIMS, head_dim=16),
+    "gpt2": GPT2Config(**_DIMS, scale_attn_by_inverse_layer_idx=True),
+    "gpt_bigcode": GPTBigCodeConfig(**_DIMS),
+    "opt": OPTConfig(**_DIMS, ffn_dim=80, word_embed_proj_dim=48),
+    "opt-350m": OPTConfig(**_DIMS, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False),
+    "bloom": BloomConfig(**_DIMS),
+    "mpt": MptConfig(**_DIMS, max_seq_len=128, attn_config={"clip_qkv": 1.0}),
+    "falcon": FalconConfig(**_DIMS, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-rw": FalconConfig(**_DIMS, parallel_attn=False, multi_query=False, bias=True),
+    "gptj": GPTJConfig(**_DIMS, rotary_dim=4),
+    "codegen": CodeGenConfig(**{**_DIMS, "num_attention_heads": 4}, rotary_dim=8),
     "mixtral": MixtralConfig(**_DIMS, num_local_experts=5, sliding_window=8),
     "gpt_oss": GptOssConfig(
         **_DIMS, **_BOTH, head_dim=16, num_local_experts=6, num_experts_per_tok=3
@@ -135,6 +154,47 @@ def test_small_batch_plan_of_llama_has_five_kernels_a_layer():
     # embed, one rotary table, five a layer, head
     assert len(plan.instructions) == 2 + 5 * 2 + 1
     assert not any(isinstance(i, Norm | Add | Glu) for i in plan.instructions)
+
+
+def test_plan_of_gpt2_adds_positions_and_leaves_weights_where_they_are():
+    model = make_model("gpt2")
+    spec = read_spec(model)
+    plan = fuse(lower(spec, "decode"), FusionProfile(always))
+    assert [str(i) for i in plan.instructions[:3]] == [
+        "h = embed[transformer.wte](ids)",
+        "placed = h + embed[transformer.wpe](positions)",
+        "x0 = layer_norm[transformer.h.0.ln_1](placed)",
+    ]
+    # Their weights lie along the output features, which no kernel of ours reads.
+    linears = [i for i in plan.instructions if isinstance(i, Linear)]
+    assert not any(i.activation or i.residual for i in linears)
+    module = model.transformer.h[1].attn.c_attn
+    held = held_linear(module)
+    assert held.weight.shape == (3 * 48, 48)
+    assert held.weight.data_ptr() == module.weight.data_ptr()
+
+
+def test_plan_of_opt_350m_norms_the_sums():
+    plan = lower(read_spec(make_model("opt-350m")), "decode")
+    prefix = "model.decoder.layers.1"
+    assert [str(i) for i in plan.instructions if i.targets[0] in ("wide", "placed", "narrow")] == [
+        "wide = linear[model.decoder.project_in](h)",
+        "placed = wide + embed[model.decoder.embed_positions](positions + 2)",
+        "narrow = linear[model.decoder.project_out](hn1)",
+    ]
+    assert [str(i) for i in plan.instructions if i.targets[0] in ("r1", "rn1", "h1", "hn1")] == [
+        "r1 = hn0 + o1",
+        f"rn1 = layer_norm[{prefix}.self_attn_layer_norm](r1)",
+        "h1 = rn1 + d1",
+        f"hn1 = layer_norm[{prefix}.final_layer_norm](h1)",
+    ]
+
+
+def test_linears_of_falcon_are_kernels_unless_they_round_before_a_bias():
+    for name, folds in (("falcon", True), ("falcon-rw", False)):
+        plan = fuse(lower(read_spec(make_model(name)), "decode"), FusionProfile(always))
+        down = next(i for i in plan.instructions if "0.mlp.dense_4h_to_h" in str(i))
+        assert isinstance(down, Linear) and (down.residual is not None) == folds
 
 
 def test_large_batch_plan_adds_within_the_norm():

@@ -51,7 +51,9 @@ def test_each_request_gets_what_generate_says(answers: Answers, lag: int, budget
         assert_all_free(engine)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "gemma2", "qwen3", "gpt_neox", "gpt2", "opt", "bloom", "mpt", "falcon"]
+)
 def test_families_and_tiers_are_served(family: str) -> None:
     from models import tiny_family
 

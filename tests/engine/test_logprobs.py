@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, PersimmonConfig
 
 import torch_paged
 from torch_paged.engine import engine as engine_module
@@ -268,7 +268,7 @@ def test_sequences_of_one_prompt_share_its_scores() -> None:
 
 
 def test_a_model_that_runs_patched_scores_prompts_too() -> None:
-    model = tiny(GPT2Config, 3, vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+    model = tiny(PersimmonConfig, 3, vocab_size=64)
     with make_engine(model, max_num_batched_tokens=10) as engine:
         assert torch_paged.explain(engine._target).tier == "patched"
         engine.add_request(

@@ -108,7 +108,9 @@ def test_prompt_lookup(block_size, options, pair, ids, accelerate) -> None:
     assert_fast(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral", "gemma2", "gpt_neox", "gemma3", "opt", "mpt"]
+)
 def test_families(family, device, accelerate) -> None:
     model = tiny_family(family, device)
     ids = prompt(9, 9, device=device).repeat(1, 3)

@@ -71,7 +71,7 @@ def test_encoder_decoder_raises_when_asked(encoder_decoder) -> None:
     assert not torch_paged.is_accelerated(encoder_decoder)
 
 
-def test_unknown_family_falls_back(device) -> None:
+def test_position_past_the_last_one_raises_as_before(device) -> None:
     model = tiny(
         GPT2Config,
         0,

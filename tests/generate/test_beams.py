@@ -60,7 +60,7 @@ def test_end_tokens(length_penalty, model, device, accelerate) -> None:
     assert_fast(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt_neox", "gpt2", "bloom"])
 def test_families(family, device, accelerate) -> None:
     model = tiny_family(family, device)
     ids, mask = padded_prompts((3, 17), device)

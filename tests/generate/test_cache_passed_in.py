@@ -114,7 +114,7 @@ def test_only_the_new_ids(num_given, case, accelerate) -> None:
     assert_same_cache(caches[0], caches[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "gpt2", "opt", "bloom"])
 @pytest.mark.parametrize("by", ["forward", "generate"])
 def test_left_padded_batch(family, by, device, accelerate) -> None:
     model = tiny_family(family, device)

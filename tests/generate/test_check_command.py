@@ -242,7 +242,7 @@ def test_model_that_is_not_there_is_told(
 
 
 def test_eager_model_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "bloom", "--device", "cpu"]) == 2
+    assert main(["check", "bart", "--device", "cpu"]) == 2
     out = capsys.readouterr().out
     assert "takes no position_ids" in out and "there is nothing to compare" in out
 

@@ -139,6 +139,30 @@ def test_every_plain_form_is_fused(fields, base, batch, accelerate) -> None:
     assert any("LoRA default" in slot.why for slot in report.slots)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gpt2", ["c_attn", "c_proj", "c_fc"]),
+        ("falcon", ["query_key_value", "dense_h_to_4h"]),
+        ("gptj", ["q_proj", "v_proj", "fc_in", "fc_out"]),
+    ],
+)
+def test_other_linears_with_an_adapter(family, targets, batch, device, accelerate) -> None:
+    base = tiny_family(family, device)
+    ids, options = batch
+    plain = greedy(copy.deepcopy(base), ids, **options)
+    model = accelerate(with_adapter(base, target_modules=targets))
+    assert not torch.equal(assert_same_as_a_copy(model, batch), plain)
+    assert torch_paged.explain(model).last_call.path == "fused"
+    if family == "gpt2":
+        rows = torch_paged.explain(model).slots
+        assert {row.kind for row in rows if "c_attn" in row.module} == {"generic"}
+    model.merge_adapter()
+    assert_same_as_a_copy(model, batch)
+    with model.disable_adapter():
+        assert torch.equal(greedy(model, ids, **options), plain)
+
+
 def test_two_adapters_at_once(base, batch, accelerate) -> None:
     model = with_adapter(base, seed=1)
     torch.manual_seed(2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from models import FAMILIES, greedy, ragged_reference, seeded, tiny_family
+from torch import nn
 from transformers import LogitsProcessor
 
 import torch_paged
@@ -35,17 +38,23 @@ LOOPS = {
 def forbid_forwards(model, monkeypatch) -> None:
     """Make the forwards of the model, its body, its layers, attentions and MLPs raise."""
 
-    def forward(self, *args, **kwargs):
-        raise AssertionError(f"{type(self).__name__}.forward ran")
+    def raising(original):
+        @functools.wraps(original)  # generate() reads the signature
+        def forward(self, *args, **kwargs):
+            raise AssertionError(f"{type(self).__name__}.forward ran")
 
-    body = model.base_model
-    layer = body.layers[0]
-    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
-    norm = next(child for name, child in layer.named_children() if "norm" in name)
-    modules = (model, body, layer, attention, layer.mlp, norm)
+        return forward
+
+    body = getattr(model.base_model, "decoder", model.base_model)
+    lists = [child for child in body.children() if isinstance(child, nn.ModuleList)]
+    (layer,) = [children[0] for children in lists]
+    parts = [child for child in layer.children() if next(child.children(), None) is not None]
+    assert parts
+    norms = [child for name, child in layer.named_children() if "norm" in name or "ln_" in name]
+    modules = (model, body, layer, *parts, norms[0])
     # A norm of torch's own, as in GPT-NeoX, may be called as it is.
     for module in (m for m in modules if type(m).__module__.startswith("transformers.")):
-        monkeypatch.setattr(type(module), "forward", forward)
+        monkeypatch.setattr(type(module), "forward", raising(type(module).forward))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,7 +25,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 def test_types_are_built_run_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    types = ["llama", "jamba", "bloom", "musicgen"]
+    types = ["llama", "jamba", "bart", "musicgen"]
     files = [tmp_path / "rows.json", tmp_path / "page.md"]
     written = ["--json", str(files[0]), "--markdown", str(files[1])]
     assert main(["support", "--types", *types, *written]) == 0
@@ -33,7 +33,7 @@ def test_types_are_built_run_and_written(
     rows = rows_of(out)
     assert rows["llama"] == ["fused", "equal"]
     assert rows["jamba"] == ["patched", "equal"]
-    assert rows["bloom"][:2] == ["eager", "equal"] and "position_ids" in rows["bloom"][2]
+    assert rows["bart"][:2] == ["eager", "equal"] and "position_ids" in rows["bart"][2]
     assert rows["musicgen"] == ["-", "not", "built  decodes audio codes"]
     assert out.splitlines()[-1] == (
         "4 types: 1 fused, 1 patched, 1 eager, 1 not built; all that ran are equal"
@@ -64,7 +64,7 @@ def test_call_that_raises_is_a_fault(
 
     monkeypatch.setattr(DecoderStep, "prefill", broken)
     monkeypatch.setattr("torch_paged.generate.session.selftest_reason", lambda *args: "")
-    assert main(["support", "--types", "llama", "bloom"]) == 1
+    assert main(["support", "--types", "llama", "bart"]) == 1
     out = capsys.readouterr().out
     assert "fails      RuntimeError: no kernel for this" in out and "and more" not in out
     assert out.rstrip().endswith("at fault: llama")

@@ -82,7 +82,10 @@ def test_every_parameter_is_read_anew(name, model, donor, ids) -> None:
     assert_follows(model, ids)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "phi3", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "qwen2", "phi3", "gemma2", "gpt_neox", "gpt2", "opt", "bloom", "falcon", "gptj"],
+)
 def test_every_parameter_of_other_families(family, device, accelerate) -> None:
     model, other = tiny_family(family, device), tiny_family(family, device, seed=77)
     ids = prompt(9, 9, device=device)

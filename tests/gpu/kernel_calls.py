@@ -79,6 +79,10 @@ def _rotary(num_rows: int, half: int) -> tuple[Tensor, Tensor]:
     return angle.cos().to(DEVICE), angle.sin().to(DEVICE)
 
 
+def _slopes(num_heads: int, dtype: torch.dtype | None) -> Tensor | None:
+    return None if dtype is None else _randn(num_heads, dtype=torch.float32).abs().to(dtype)
+
+
 def _decode(
     lengths: list[int],
     *,
@@ -93,6 +97,7 @@ def _decode(
     interleaved: bool = False,
     extras: bool = False,
     window: int = 0,
+    slopes: torch.dtype | None = None,
 ) -> None:
     """Two steps in a row, as the counters of the first must be zero for the second."""
     num_heads, num_kv_heads, head_dim = heads
@@ -137,7 +142,7 @@ def _decode(
             window=window,
             softcap=5.0 if extras else 0.0,
             sinks=_randn(num_heads, dtype=dtype) if extras else None,
-            alibi_slopes=_randn(num_heads, dtype=torch.float32) if extras else None,
+            alibi_slopes=_slopes(num_heads, torch.float32 if extras else slopes),
         )
     assert not counters.cpu().any() and out.cpu().isfinite().all()
 
@@ -154,6 +159,7 @@ _add("decode-256", _decode, [5, 16, 33], heads=(8, 1, 256), norm=True, extras=Tr
 _add("decode-96", _decode, [8, 9, 0, 20], heads=(3, 3, 96), block_size=8, interleaved=True)
 _add("decode-block-32", _decode, [31, 32, 33], heads=(4, 1, 32), block_size=32, half=0, window=7)
 _add("decode-v-dim", _decode, [3, 17], heads=(4, 4, 48), v_dim=32, fused=False, extras=True)
+_add("decode-alibi", _decode, [1, 18, 0, 33], heads=(3, 3, 64), half=0, slopes=torch.bfloat16)
 # More programs than an H200 has multiprocessors: the other configuration.
 _add("decode-many", _decode, [1, 18, 0, 16, 33] * 14, heads=(4, 2, 64), table=40)
 
@@ -170,6 +176,7 @@ def _prefill(
     window: int = 0,
     extras: bool = False,
     config: PrefillConfig | None = None,
+    slopes: torch.dtype | None = None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     totals = [a + b for a, b in zip(prefixes, lengths, strict=True)]
@@ -198,7 +205,7 @@ def _prefill(
         window=window,
         softcap=5.0 if extras else 0.0,
         sinks=_randn(num_heads, dtype=dtype) if extras else None,
-        alibi_slopes=_randn(num_heads, dtype=torch.float32) if extras else None,
+        alibi_slopes=_slopes(num_heads, torch.float32 if extras else slopes),
         config=config,
     )
     assert out.cpu().isfinite().all()
@@ -212,6 +219,7 @@ _add("prefill-wide", _prefill, *_RAGGED, heads=(4, 1, 128), config=_WIDE)
 _add("prefill-80", _prefill, *_RAGGED, heads=(6, 2, 80), window=7, block_size=8)
 _add("prefill-256", _prefill, *_RAGGED, heads=(2, 1, 256), extras=True)
 _add("prefill-256-wide", _prefill, *_RAGGED, heads=(2, 1, 256), config=_WIDEST)
+_add("prefill-alibi", _prefill, *_RAGGED, heads=(3, 3, 64), slopes=torch.bfloat16)
 _add("prefill-fp32", _prefill, *_RAGGED, heads=(3, 1, 64), dtype=torch.float32, padding=1)
 _add("prefill-v-dim", _prefill, [0, 3], [1, 20], heads=(7, 1, 48), v_dim=32, block_size=32)
 

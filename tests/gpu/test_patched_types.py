@@ -150,7 +150,8 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_captured_type(model_type: str, record_property: Callable[[str, object], None]) -> None:
     model, expected = decided_model(model_type)
-    for tier in dict.fromkeys((tiers.tier(model_type), "patched")):
+    other = () if model_type in tiers.FUSED_ONLY else ("patched",)
+    for tier in dict.fromkeys((tiers.tier(model_type), *other)):
         forced = only_patched() if tier == "patched" else contextlib.nullcontext()
         with forced:
             captured = run_tier(model, tier, cuda_graphs=True)

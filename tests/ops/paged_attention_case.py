@@ -46,7 +46,10 @@ def dense_attention(
     i = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
     j = torch.arange(num_keys, device=query.device)[None]
     if alibi_slopes is not None:
-        scores = scores + (alibi_slopes[:, None, None] * (j - i)).to(dtype)
+        if alibi_slopes.dtype == torch.bfloat16:
+            scores = scores + (alibi_slopes[:, None, None] * j).to(dtype) * scale
+        else:
+            scores = scores + (alibi_slopes[:, None, None] * (j - i)).to(dtype)
     hidden = j > i
     if window:
         hidden = hidden | (j <= i - window)

@@ -22,6 +22,7 @@ _FLAGS = {
     "HAS_SOFTCAP": False,
     "HAS_SINKS": False,
     "HAS_ALIBI": False,
+    "ALIBI_ROUNDED": False,
     "PRECISION": "ieee",
 }
 
@@ -175,6 +176,18 @@ TARGETS = [
     *_decode("14x2x96-interleaved", heads=(14, 2, 96), INTERLEAVED=True),
     *_decode("16x16x192-v128", heads=(16, 16, 192), v_dim=128),
     *_decode("71x1x64-alibi", heads=(71, 1, 64), HALF=0, HAS_ALIBI=True, hot=False),
+    *_decode("32x32x128-alibi", heads=(32, 32, 128), HALF=0, HAS_ALIBI=True),
+    # Triton 3.9 leaves 8 bytes of stack on sm_89 here, Triton 3.6 none.
+    *_decode(
+        "64x64x64-rounded-alibi",
+        heads=(64, 64, 64),
+        HALF=0,
+        HAS_ALIBI=True,
+        ALIBI_ROUNDED=True,
+        types={"slopes_ptr": "*bf16"},
+        hot=False,
+    ),
+    *_decode("12x12x64-unrotated", heads=(12, 12, 64), HALF=0, hot=False),
     *_decode("32x8x128-fp32", heads=(32, 8, 128), element_size=4, types={**_FP32, **_FP32_NEW}),
     _prefill(
         "32x8x128-long",
@@ -194,6 +207,26 @@ TARGETS = [
     ),
     _prefill(
         "32x8x64", heads=(32, 8, 64), tile=(64, 64), num_warps=4, num_stages=3, capabilities=_LARGE
+    ),
+    _prefill(
+        "32x32x128-alibi",
+        heads=(32, 32, 128),
+        tile=(64, 64),
+        num_warps=4,
+        num_stages=3,
+        capabilities=_LARGE,
+        HAS_ALIBI=True,
+    ),
+    _prefill(
+        "64x64x64-rounded-alibi",
+        heads=(64, 64, 64),
+        tile=(64, 64),
+        num_warps=4,
+        num_stages=3,
+        capabilities=_LARGE,
+        types={"slopes_ptr": "*bf16"},
+        HAS_ALIBI=True,
+        ALIBI_ROUNDED=True,
     ),
     _prefill(
         "32x8x128-small",

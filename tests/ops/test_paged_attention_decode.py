@@ -277,6 +277,18 @@ def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "cached"])
+@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
+def test_alibi_in_bfloat16_is_rounded_at_every_key(
+    fused: bool, config: DecodeConfig | None
+) -> None:
+    """From 257 on, not every position is a bfloat16; neither are most slopes."""
+    slopes = torch.tensor([2.0 ** (-0.3 * (i + 1)) for i in range(6)], device=DEVICE)
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+    features = {"alibi_slopes": slopes.bfloat16(), "scale": 0.3}
+    _check_decode([1, 33, 330], **heads, fused=fused, config=config, **features)
+
+
 # No memory is there: whoever reads it does not survive.
 NOWHERE = 1 << 30
 

@@ -152,6 +152,11 @@ def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
     _check_prefill([(0, 40), (35, 5)], dtype=dtype, alibi_slopes=slopes, sinks=sinks)
 
 
+def test_alibi_in_bfloat16_is_rounded_at_every_key() -> None:
+    slopes = torch.tensor([2.0 ** (-0.3 * (i + 1)) for i in range(4)], device=DEVICE)
+    _check_prefill([(0, 40), (300, 21)], alibi_slopes=slopes.bfloat16(), scale=0.3)
+
+
 # No memory is there: whoever reads it does not survive.
 NOWHERE = 1 << 30
 

@@ -24,6 +24,8 @@ from torch_paged.generate.support.parity import (
     prompts,
     steps_to_compare,
 )
+from torch_paged.patches.patched_step import PatchedStep
+from torch_paged.patches.refusal import SpecRefusal
 
 # For the module beside this one.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,7 +83,45 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
     ),
+    "gpt2-scaled-by-layer": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    ),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "n_inner": None}),
+    "gpt_bigcode-all-heads": ("gpt_bigcode", {"multi_query": False}),
+    "opt-norms-behind": ("opt", {"do_layer_norm_before": False}),
+    "opt-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt-bare": (
+        "opt",
+        {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "_remove_final_layer_norm": True,
+        },
+    ),
+    "bloom-normed-residual": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "bloom-six-heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt-six-heads": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mpt-clipped": ("mpt", {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}}),
+    "falcon-grouped": ("falcon", {"new_decoder_architecture": True}),
+    "falcon-grouped-one-norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "falcon",
+        {"multi_query": False, "parallel_attn": False, "num_kv_heads": 4, "bias": True},
+    ),
+    "falcon-dynamic": (
+        "falcon",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
+    ),
     "falcon-alibi": ("falcon", {"alibi": True}),
+    "falcon-alibi-six-heads": (
+        "falcon",
+        {"alibi": True, "num_attention_heads": 6, "hidden_size": 48, "multi_query": False}
+        | {"num_kv_heads": 6, "parallel_attn": False, "bias": True},
+    ),
 }
 
 
@@ -163,10 +203,29 @@ def test_model_type(model_type: str) -> None:
         assert tiers.REASONS[model_type] in "; ".join(report.reasons)
 
 
+# Settings that the row of a fused type has no form for.
+UNFUSED = {
+    "gemma-bidirectional",
+    "gemma3-bidirectional",
+    "olmo-clipped",
+    "cohere-head-norms",
+    "phi-head-norms",
+    "stablelm-head-norms",
+}
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name: str) -> None:
     model_type, changes = SETTINGS[name]
-    assert_generates_the_same(zoo.tiny_model(model_type, **changes))
+    model = zoo.tiny_model(model_type, **changes)
+    assert_generates_the_same(model)
+    assert (torch_paged.explain(model).tier == "fused") is (name not in UNFUSED)
+
+
+@pytest.mark.parametrize("model_type", sorted(tiers.FUSED_ONLY))
+def test_fused_type_without_a_patched_form(model_type: str) -> None:
+    with pytest.raises(SpecRefusal, match=tiers.FUSED_ONLY[model_type]):
+        PatchedStep(zoo.tiny_model(model_type))
 
 
 def test_most_types_are_accelerated() -> None:

@@ -10,6 +10,8 @@ from packaging.version import Version
 
 FUSED = {
     "arcee",
+    "bloom",
+    "codegen",
     "cohere",
     "cohere2",
     "cwm",
@@ -17,6 +19,7 @@ FUSED = {
     "ernie4_5",
     "ernie4_5_moe",
     "exaone",
+    "falcon",
     "flex_olmo",
     "gemma",
     "gemma2",
@@ -25,8 +28,12 @@ FUSED = {
     "glm",
     "glm4",
     "glm4_moe",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
     "gpt_neox",
     "gpt_oss",
+    "gptj",
     "granite",
     "granitemoe",
     "granitemoeshared",
@@ -39,11 +46,13 @@ FUSED = {
     "ministral",
     "mistral",
     "mixtral",
+    "mpt",
     "nemotron",
     "olmo",
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
     "phi",
     "phi3",
     "qwen2",
@@ -74,12 +83,10 @@ _POSITIONS = (
     "bigbird_pegasus",
     "blenderbot",
     "blenderbot-small",
-    "bloom",
     "cpmant",
     "marian",
     "mbart",
     "moss_transcribe_diarize",
-    "mpt",
     "mvp",
     "pegasus",
     "plbart",
@@ -112,14 +119,19 @@ REASONS: dict[str, str] = {
     "minimax": "does not run with switched attention",
     "recurrent_gemma": "keeps its state outside the cache",
     "doge": "a mask of the model's own making",
-    "falcon": "does not run with switched attention",
     "gemma4_unified": "does not run with switched attention",
     "gemma3n_text": "share keys and values",
     "moshi": "its cache remembers",
     "openai-gpt": "takes no cache",
 }
+# Fused types whose own forward could not run over the paged cache -> what its reason says.
+FUSED_ONLY = {
+    "bloom": "its forward takes no position_ids",
+    "falcon": "does not run with switched attention",
+    "mpt": "its forward takes no position_ids",
+}
 if Version(transformers.__version__) < Version("5.24"):
-    REASONS |= dict.fromkeys(("codegen", "gptj"), "go through the attention interface")
+    FUSED_ONLY |= dict.fromkeys(("codegen", "gptj"), "go through the attention interface")
     REASONS["recurrent_gemma"] = "a state of their own"
 
 

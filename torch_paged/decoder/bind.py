@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
 from torch_paged.decoder.bind_experts import bind_experts, bind_route, bind_sigmoid_gate
 from torch_paged.decoder.bind_linear import bind_linear, call_module
+from torch_paged.decoder.bind_rare import bind_add_positions, bind_clip, bind_look_up_rotary
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import (
     Activate,
@@ -32,6 +33,7 @@ from torch_paged.decoder.plan import (
     SelectLast,
 )
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_rare import AddPositions, Clip, LookUpRotary
 from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import RotaryChange
@@ -102,6 +104,10 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
     match instruction:
         case Embed():
             return _bind_embed(instruction, decode, binding)
+        case AddPositions():
+            return bind_add_positions(instruction, decode, binding)
+        case LookUpRotary():
+            return bind_look_up_rotary(instruction, decode, binding)
         case RotaryTable():
             return _bind_rotary(instruction, decode, binding)
         case Norm():
@@ -118,6 +124,8 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
             return _bind_add(instruction)
         case Activate():
             return _bind_activate(instruction)
+        case Clip():
+            return bind_clip(instruction)
         case Route():
             return bind_route(instruction, binding)
         case Experts():

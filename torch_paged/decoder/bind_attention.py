@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.plan import Attention
+from torch_paged.decoder.rotary import constant
 from torch_paged.decoder.spec import AttentionSpec
 from torch_paged.ops.paged_attention.whole_prompt import whole_prompt_attention
 from torch_paged.ops.unchecked import (
@@ -44,14 +46,25 @@ def _split_heads(spec: AttentionSpec, names: tuple[str, ...]) -> Callable[[Value
 
         return concat
 
-    def per_head(values: Values) -> Heads:
-        qkv = values[packed]
-        heads = qkv.view(qkv.shape[0], hkv, 2 * d + dv)
-        query, key, value = heads.split((d, d, dv), dim=-1)
-        # The kernels want heads next to each other; one copy of the step's few rows.
-        return query.contiguous(), key.contiguous(), value.contiguous()
+    # The kernels want heads next to each other: one copy of the step's few rows.
+    if spec.layout == "per_head":
 
-    return per_head
+        def per_head(values: Values) -> Heads:
+            qkv = values[packed]
+            rows, group = qkv.shape[0], hq // hkv
+            heads = qkv.view(rows, hkv, (group + 1) * d + dv)
+            query, key, value = heads.split((group * d, d, dv), dim=-1)
+            return query.reshape(rows, hq, d), key.contiguous(), value.contiguous()
+
+        return per_head
+
+    def quarters(values: Values) -> Heads:
+        qkv = values[packed]
+        rows = qkv.shape[0]
+        query, value, key = qkv.view(rows, 4, 3, hq // 4, d).unbind(2)
+        return query.reshape(rows, hq, d), key.reshape(rows, hq, d), value.reshape(rows, hq, d)
+
+    return quarters
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,13 @@ def _sinks(spec: AttentionSpec) -> Tensor | None:
     return getattr(ref.module, name).detach()
 
 
+def _alibi_slopes(spec: AttentionSpec, like: Tensor) -> Tensor | None:
+    if not spec.alibi:
+        return None
+    dtype = torch.bfloat16 if spec.alibi_rounded else torch.float32
+    return constant(spec.alibi, like.device, dtype)
+
+
 # (heads of the rows, cos, sin, slots) -> [num_rows, num_heads, v_head_dim]
 _Attend = Callable[[Heads, "Tensor | None", "Tensor | None", Tensor], Tensor]
 
@@ -92,6 +112,7 @@ def _decode_rows(ins: Attention, binding: Binding) -> _Attend:
     k_cache, v_cache = binding.keys[ins.layer], binding.values[ins.layer]
     block_table = binding.block_table(ins.layer)
     context_lens, counters = binding.state.context_lens, binding.state.counters
+    slopes = _alibi_slopes(spec, k_cache)
 
     def attend(heads: Heads, cos: Tensor | None, sin: Tensor | None, slots: Tensor) -> Tensor:
         query, key, value = heads
@@ -117,6 +138,7 @@ def _decode_rows(ins: Attention, binding: Binding) -> _Attend:
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
+            alibi_slopes=slopes,
         )
 
     return attend
@@ -204,7 +226,13 @@ def _bind_attend(ins: Attention, binding: Binding) -> Callable[[Tensor, StepInpu
     spec, sinks, state = ins.spec, _sinks(ins.spec), binding.state
     caches = (binding.keys[ins.layer], binding.values[ins.layer])
     block_table, table = binding.block_table(ins.layer), binding.tables[ins.layer]
-    kinds = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "sinks": sinks}
+    kinds = {
+        "scale": spec.scale,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "sinks": sinks,
+        "alibi_slopes": _alibi_slopes(spec, caches[0]),
+    }
 
     def attend(query: Tensor, inputs: StepInputs) -> Tensor:
         rows = inputs.token_rows
@@ -237,7 +265,7 @@ def _within_prompt(
     spec: AttentionSpec, inputs: StepInputs, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor | None:
     """Attend within a whole prompt, where that needs no cache and is served."""
-    if not inputs.whole_prompt or spec.softcap or spec.sinks:
+    if not inputs.whole_prompt or spec.softcap or spec.sinks or spec.alibi:
         return None
     if 0 < spec.window < query.shape[0]:
         return None

@@ -30,7 +30,7 @@ def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
     for target, part in zip(targets, ins.parts, strict=True):
         module = part.ref.module
-        if linear_slot(module).kind == "fused":
+        if linear_slot(module).kind != "opaque":
             calls.append((target, _own_linear(held_linear(module))))
         else:
             calls.append((target, call_module(module, decode)))
@@ -44,7 +44,7 @@ def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
 
 
 def _own_linear(held: HeldLinear) -> Callable[[Tensor], Tensor]:
-    weight = held.base.weight.detach()
+    weight = held.weight
     bias = None if held.base.bias is None else held.base.bias.detach()
     linear = nn.functional.linear
     if not held.updates:

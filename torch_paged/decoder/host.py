@@ -30,6 +30,7 @@ from torch_paged.decoder.plan import (
     Plan,
     RotaryTable,
 )
+from torch_paged.decoder.plan_rare import AddPositions
 from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import AttentionSpec, NormSpec, RotaryChange
@@ -124,6 +125,8 @@ class HostStep:
         match ins:
             case Embed():
                 return self._embed(ins)
+            case AddPositions():
+                return self._add_positions(ins)
             case RotaryTable():
                 return self._rotary(ins)
             case Norm():
@@ -152,6 +155,18 @@ class HostStep:
             np.take(table, self._last_token[self._slots], axis=0, out=out, mode="clip")
             for factor in factors:
                 np.multiply(out, factor, out=out)
+
+        return call
+
+    def _add_positions(self, ins: AddPositions) -> Call:
+        weight = ins.spec.ref.module.weight.detach()
+        if weight.dtype != torch.float32:
+            raise Unsupported(f"{ins.spec.ref.name} is not float32")
+        table, source = weight[ins.spec.offset :].numpy(), self._values[ins.source].array
+        out = self._buffer(ins.target, table.shape[1]).array
+
+        def call() -> None:
+            np.add(source, table[self._positions[self._slots]], out=out)
 
         return call
 
@@ -224,10 +239,10 @@ class HostStep:
         updates: list[Call] = []
         for part, target in zip(ins.parts, ins.targets, strict=True):
             module = part.ref.module
-            if linear_slot(module).kind != "fused" or module.weight.dtype != torch.float32:
+            if linear_slot(module).kind == "opaque" or module.weight.dtype != torch.float32:
                 raise Unsupported(f"{part.ref.name} is called as a module")
             held = held_linear(module)
-            weight = held.base.weight.detach()
+            weight = held.weight
             bias = None if held.base.bias is None else held.base.bias.detach()
             out = self._buffer(target, weight.shape[0]).tensor
             calls.append((weight.T, bias, out))
@@ -256,13 +271,16 @@ class HostStep:
 
     def _attention(self, ins: Attention) -> Call:
         spec = ins.spec
-        special = spec.softcap or spec.sinks is not None
-        if special or spec.layout == "per_head":
+        special = spec.softcap or spec.sinks is not None or spec.alibi_rounded
+        if special or spec.layout in ("per_head", "quarters"):
             raise Unsupported("this attention has no form here")
         query, key, value = self._heads(spec, ins.projections)
         tables = None if ins.tables is None else [self._values[t].array for t in ins.tables]
         out = self._buffer(ins.target, spec.num_heads * spec.v_head_dim).array
         out = out.reshape(self._num_rows, spec.num_heads, spec.v_head_dim)
+        slopes = None
+        if spec.alibi:
+            slopes = np.array(spec.alibi, np.float32).reshape(spec.num_kv_heads, -1, 1)
         norms: list[Callable[[Array, Array], None]] = []
         if spec.q_norm is not None and spec.k_norm is not None and not spec.qk_norm_full:
             norms = [self._scaler(norm) for norm in (spec.q_norm, spec.k_norm)]
@@ -284,7 +302,7 @@ class HostStep:
             for at, row in enumerate(self._rows[table]):
                 keys = self._append(row, k_cache, key[at], spec.window)
                 values = self._append(row, v_cache, value[at], spec.window)
-                out[at] = _attend(query[at], keys, values, spec.scale)
+                out[at] = _attend(query[at], keys, values, spec.scale, slopes)
 
         return call
 
@@ -426,12 +444,14 @@ def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     second += turned
 
 
-def _attend(query: Array, keys: Array, values: Array, scale: float) -> Array:
-    """Attend query [Hq, D] over keys and values [Hkv, L, D]; [Hq, Dv]."""
+def _attend(query: Array, keys: Array, values: Array, scale: float, slopes: Array | None) -> Array:
+    """Attend query [Hq, D] over keys and values [Hkv, L, D] up to its own; [Hq, Dv]."""
     num_kv_heads = keys.shape[0]
     grouped = query.reshape(num_kv_heads, -1, query.shape[-1])
     scores = np.matmul(grouped, keys.transpose(0, 2, 1))
     scores *= np.float32(scale)
+    if slopes is not None:
+        scores += slopes * np.arange(1 - keys.shape[1], 1, dtype=np.float32)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

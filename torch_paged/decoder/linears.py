@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_paged.decoder.slots import Slot, override_reason, plain_linear_slot
+from torch_paged.decoder.slots import (
+    Slot,
+    conv1d_slot,
+    is_conv1d,
+    override_reason,
+    plain_linear_slot,
+)
 
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
@@ -41,23 +47,36 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class HeldLinear:
-    """A linear as it computes now: a plain one and the updates of its active adapters."""
+    """A linear as it computes now: a plain one and the updates of its active adapters.
 
-    base: nn.Linear
+    Attributes:
+        base: a linear, or a Conv1D of transformers, whose weight is [in_features, out_features].
+    """
+
+    base: Any
     updates: tuple[Update, ...] = ()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight where it is, seen as [out_features, in_features]."""
+        weight: torch.Tensor = self.base.weight.detach()
+        return weight.T if is_conv1d(self.base) else weight
 
 
 def linear_slot(module: nn.Module) -> Slot:
-    """Fused for a plain nn.Linear, and for PEFT's LoRA over one in its plain form."""
+    """Fused for a plain nn.Linear, generic for a Conv1D; likewise for PEFT's LoRA over one."""
     held = _read(module)
     if isinstance(held, str):
         return Slot("opaque", held)
     names = ", ".join(f"{u.name} (rank {u.rank})" for u in held.updates)
-    return Slot("fused", f"with LoRA {names}" if names else "")
+    why = [f"with LoRA {names}"] if names else []
+    if is_conv1d(held.base):
+        return Slot("generic", ", ".join([conv1d_slot(held.base).why, *why]))
+    return Slot("fused", "".join(why))
 
 
 def held_linear(module: nn.Module) -> HeldLinear:
-    """Return the linear of a module whose `linear_slot` is fused."""
+    """Return the linear of a module whose `linear_slot` is not opaque."""
     held = _read(module)
     assert isinstance(held, HeldLinear), held
     return held
@@ -78,14 +97,14 @@ def is_lora_linear(module: nn.Module) -> bool:
 def _read(module: nn.Module) -> HeldLinear | str:
     """Return the linear that `module` is, or why it must be called instead."""
     if not is_lora_linear(module):
-        slot = plain_linear_slot(module)
-        return HeldLinear(module) if slot.kind == "fused" else slot.why  # type: ignore[arg-type]
+        slot = _base_slot(module)
+        return HeldLinear(module) if slot.kind != "opaque" else slot.why
     layer: Any = module
     base = layer.base_layer
     if reason := override_reason(layer):
         return reason
-    if why := plain_linear_slot(base).why:
-        return f"it is LoRA over a layer of which {why}"
+    if (slot := _base_slot(base)).kind == "opaque":
+        return f"it is LoRA over a layer of which {slot.why}"
     if layer.disable_adapters or layer.merged:
         return HeldLinear(base)
     updates = []
@@ -97,6 +116,10 @@ def _read(module: nn.Module) -> HeldLinear | str:
         scaling = float(layer.scaling[name])
         updates.append(Update(name, layer.lora_A[name], layer.lora_B[name], scaling))
     return HeldLinear(base, tuple(updates))
+
+
+def _base_slot(module: nn.Module) -> Slot:
+    return conv1d_slot(module) if is_conv1d(module) else plain_linear_slot(module)
 
 
 def _update_reason(layer: Any, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch_paged.decoder.linears import linear_updates
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_rare import AddPositions, Clip, LookUpRotary
 from torch_paged.decoder.plan_values import OneSource, OneTarget
 from torch_paged.decoder.spec import (
     Activation,
@@ -23,6 +24,7 @@ from torch_paged.decoder.spec import (
     ModuleRef,
     NormSpec,
     OpaqueMlpSpec,
+    RotaryLookup,
     RotarySpec,
 )
 
@@ -148,6 +150,7 @@ class Attention(OneTarget):
         extras += [f"window={spec.window}"] if spec.window else []
         extras += [f"softcap={spec.softcap:g}"] if spec.softcap else []
         extras += ["sinks"] if spec.sinks else []
+        extras += ["rounded alibi" if spec.alibi_rounded else "alibi"] if spec.alibi else []
         what = f"attention[{self.layer}: {', '.join(extras)}]"
         return f"{self.target} = {what}({', '.join(self.sources)})"
 
@@ -225,13 +228,16 @@ class LogitTransform(OneSource, OneTarget):
 
 Instruction = (
     Embed
+    | AddPositions
     | RotaryTable
+    | LookUpRotary
     | Norm
     | Linear
     | Attention
     | Add
     | Glu
     | Activate
+    | Clip
     | Route
     | Experts
     | SigmoidGate
@@ -265,15 +271,32 @@ def lower(spec: DecoderSpec, mode: Mode) -> Plan:
     instructions: list[Instruction] = [
         Embed(spec.embedding, "h", spec.embedding_scale, spec.embedding_multiplier)
     ]
+    hidden = _extend(instructions, _lower_embedding(spec))
     for index, rotary in enumerate(spec.rotaries):
-        instructions.append(RotaryTable(rotary, (f"cos{index}", f"sin{index}")))
-    hidden = "h"
+        tables = (f"cos{index}", f"sin{index}")
+        if isinstance(rotary, RotaryLookup):
+            instructions.append(LookUpRotary(rotary, tables))
+        else:
+            instructions.append(RotaryTable(rotary, tables))
     for index, layer in enumerate(spec.layers):
         body = _lower_layer(layer, index, hidden)
         instructions.extend(body)
         hidden = body[-1].targets[0]
     instructions.extend(_lower_head(spec, mode, hidden))
     return Plan(mode, tuple(instructions))
+
+
+def _lower_embedding(spec: DecoderSpec) -> Iterator[Instruction]:
+    """Lower what is between the embeddings and the first layer."""
+    hidden = "h"
+    if spec.project_in is not None:
+        yield Linear((spec.project_in,), hidden, ("wide",))
+        hidden = "wide"
+    if spec.positions is not None:
+        yield AddPositions(spec.positions, hidden, "placed")
+        hidden = "placed"
+    if spec.embedding_norm is not None:
+        yield Norm(spec.embedding_norm, hidden, "entry")
 
 
 def _lower_layer(layer: LayerSpec, index: int, hidden: str) -> list[Instruction]:
@@ -289,9 +312,10 @@ def _lower_layer(layer: LayerSpec, index: int, hidden: str) -> list[Instruction]
     if layer.post_attention_norm is not None:
         out.append(Norm(layer.post_attention_norm, mixed, name("on")))
         mixed = name("on")
-    multiplier = layer.residual_multiplier
-    out.append(Add(hidden, mixed, name("r"), multiplier))
-    entry = hidden if layer.parallel else name("r")
+    multiplier, norms = layer.residual_multiplier, layer.sum_norms
+    stream = normed if layer.adds_to_normed else hidden
+    stream = _add(out, stream, mixed, name("r"), multiplier, norms and norms[0])
+    entry = hidden if layer.parallel else stream
     if layer.mlp_norm is not None:
         out.append(Norm(layer.mlp_norm, entry, name("y")))
         entry = name("y")
@@ -301,12 +325,31 @@ def _lower_layer(layer: LayerSpec, index: int, hidden: str) -> list[Instruction]
     if layer.post_mlp_norm is not None:
         out.append(Norm(layer.post_mlp_norm, fed, name("dn")))
         fed = name("dn")
-    out.append(Add(name("r"), fed, name("h"), multiplier))
+    stream = entry if layer.adds_to_normed else stream
+    _add(out, stream, fed, name("h"), multiplier, norms and norms[1])
     return out
 
 
+def _add(
+    out: list[Instruction],
+    stream: str,
+    branch: str,
+    target: str,
+    multiplier: float,
+    norm: NormSpec | None,
+) -> str:
+    """Append the sum of the residual stream and a branch, and its norm; return the stream."""
+    out.append(Add(stream, branch, target, multiplier))
+    if norm is None:
+        return target
+    # The layer's number stays behind the name.
+    letter = target[0]
+    out.append(Norm(norm, target, f"{letter}n{target[1:]}"))
+    return out[-1].targets[0]
+
+
 def _extend(out: list[Instruction], body: Iterator[Instruction]) -> str:
-    """Append `body` to `out` and return the first target of its last instruction."""
+    """Append `body` to `out` and return the first target of the last instruction of all."""
     out.extend(body)
     return out[-1].targets[0]
 
@@ -322,6 +365,10 @@ def _lower_attention(layer: LayerSpec, index: int, source: str) -> Iterator[Inst
         yield Norm(spec.q_norm, values[0], f"qn{index}")
         yield Norm(spec.k_norm, values[1], f"kn{index}")
         values = (f"qn{index}", f"kn{index}", values[2])
+    if spec.clip:
+        for value, name in zip(values, names, strict=True):
+            yield Clip(value, f"{name}c{index}", spec.clip)
+        values = tuple(f"{name}c{index}" for name in names)
     tables = None if spec.rotary is None else (f"cos{spec.rotary}", f"sin{spec.rotary}")
     yield Attention(spec, index, values, tables, f"a{index}")
     yield Linear((spec.output,), f"a{index}", (f"o{index}",))
@@ -370,6 +417,9 @@ def _lower_head(spec: DecoderSpec, mode: Mode, hidden: str) -> Iterator[Instruct
     if spec.final_norm is not None:
         yield Norm(spec.final_norm, hidden, "final")
         hidden = "final"
+    if spec.project_out is not None:
+        yield Linear((spec.project_out,), hidden, ("narrow",))
+        hidden = "narrow"
     yield Linear((spec.head,), hidden, ("logits",))
     if spec.logit_scale != 1.0 or spec.logit_softcap:
         yield LogitTransform("logits", "logits_out", spec.logit_scale, spec.logit_softcap)

@@ -46,19 +46,29 @@ def inverse_frequencies(spec: RotarySpec) -> Tensor:
 def long_frequencies(spec: RotarySpec, like: Tensor) -> Tensor | None:
     """Return the frequencies past the limit, None where a formula gives them."""
     assert spec.change is not None
-    return _constant(spec.change.long, like.device) if spec.change.long else None
+    return constant(spec.change.long, like.device) if spec.change.long else None
 
 
 @functools.cache
-def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+def constant(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `values` as a tensor, for one device and dtype always the same."""
     # Kept: graphs outlive the plans that they were captured from.
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def changes_with_length(spec: DecoderSpec) -> bool:
     """Say whether any table depends on the length of the sequence."""
-    return any(rotary.change is not None for rotary in spec.rotaries)
+    return any(changing_rotaries(spec))
+
+
+def changing_rotaries(spec: DecoderSpec) -> Iterator[tuple[RotarySpec, RotaryChange]]:
+    """Yield the tables that depend on the length, and how."""
+    for rotary in spec.rotaries:
+        if isinstance(rotary, RotarySpec) and rotary.change is not None:
+            yield rotary, rotary.change
 
 
 def first_floor(spec: DecoderSpec, span: Tensor) -> Tensor:
@@ -92,7 +102,8 @@ def remember(spec: DecoderSpec, first: Tensor, last: Tensor) -> None:
 @contextlib.contextmanager
 def preserved(spec: DecoderSpec) -> Iterator[None]:
     """Put back what calls within the block leave in the rotary modules."""
-    tables = [(r.ref.module, r.change) for r in spec.rotaries if r.change is not None]
+    tables: list[tuple[Any, RotaryChange]]
+    tables = [(rotary.ref.module, change) for rotary, change in changing_rotaries(spec)]
     # Some versions write the live table in place.
     before = [(getattr(m, c.live).clone(), getattr(m, c.memory, None)) for m, c in tables]
     try:
@@ -105,9 +116,9 @@ def preserved(spec: DecoderSpec) -> Iterator[None]:
 
 
 def _dynamic(spec: DecoderSpec) -> Iterator[tuple[RotarySpec, RotaryChange]]:
-    for rotary in spec.rotaries:
-        if rotary.change is not None and not rotary.change.long:
-            yield rotary, rotary.change
+    for rotary, change in changing_rotaries(spec):
+        if not change.long:
+            yield rotary, change
 
 
 def _reached(rotary: RotarySpec, change: RotaryChange, device: torch.device) -> Tensor:

@@ -64,11 +64,41 @@ def parameter_reason(module: nn.Module) -> str:
     return ""
 
 
+# Linears of transformers, known by name: this package imports none of it.
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+_FALCON_LINEAR = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    cls = type(module)
+    if (cls.__module__, cls.__name__) == _FALCON_LINEAR:
+        return module.bias is None  # it rounds before it adds a bias
+    return cls is nn.Linear
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Say whether this is transformers' linear whose weight is [in_features, out_features]."""
+    cls = type(module)
+    return (cls.__module__, cls.__name__) == _CONV1D
+
+
 def plain_linear_slot(module: nn.Module) -> Slot:
     """Fused only for a plain nn.Linear over plain floating tensors, without hooks."""
-    if type(module) is not nn.Linear:
+    if not _is_linear(module):
         return Slot("opaque", f"it is a {type(module).__name__}")
+    return _read_slot(module)
+
+
+def conv1d_slot(module: nn.Module) -> Slot:
+    """Generic for a Conv1D in its plain form: our kernels read weights along input features."""
+    slot = _read_slot(module)
+    return slot if slot.why else Slot("generic", "torch's linear over a weight that is [in, out]")
+
+
+def _read_slot(module: nn.Module) -> Slot:
     reason = override_reason(module) or parameter_reason(module)
+    if not reason and module._parameters.get("weight") is None:
+        reason = "it has no weight of its own"
     return Slot("opaque", reason) if reason else Slot("fused")
 
 

@@ -92,16 +92,41 @@ class RotarySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryLookup:
+    """One table of rotary angles, looked up by position.
+
+    Attributes:
+        ref: the module that owns the table.
+        buffer: the name of the float buffer [num_positions, rotary_dim] in it: sin | cos.
+    """
+
+    ref: ModuleRef
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsSpec:
+    """Learned positions: row ``position + offset`` of the weight of `ref` is added."""
+
+    ref: ModuleRef
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Softmax attention with a paged cache.
 
     Attributes:
         projections: (q, k, v) held by three modules, or one module that holds all of them.
-        layout: how one module holds them: "separate" (three modules), "concat" (q | k | v) or
-            "per_head" (q, k, v of head 0, then of head 1, ...).
+        layout: how one module holds them: "separate" (three modules), "concat" (q | k | v),
+            "per_head" (the queries, the key and the value of kv head 0, then of head 1, ...) or
+            "quarters" (q | v | k of the first quarter of the heads, then of the second, ...).
+        clip: what the projections return is clamped to [-clip, clip]; 0 for no bounds.
         scale: factor on the scores before the softcap.
         window: a query at i sees keys in (i - window, i]; 0 means all of them.
         softcap: ``c * tanh(score / c)`` when above 0.
+        alibi: by query head, what is taken off a score for each token of distance; empty for none.
+        alibi_rounded: these are products by the index of a key in bfloat16, and scaled as well.
         rotary: index into `DecoderSpec.rotaries`, or None for no rotary embedding.
         interleaved: rotary turns pairs (0, 1), (2, 3), ... instead of the two halves.
         qk_norm_full: q and k are normalised over the whole projection, not per head.
@@ -109,7 +134,7 @@ class AttentionSpec:
     """
 
     projections: tuple[LinearSpec, ...]
-    layout: Literal["separate", "concat", "per_head"]
+    layout: Literal["separate", "concat", "per_head", "quarters"]
     output: LinearSpec
     num_heads: int
     num_kv_heads: int
@@ -124,6 +149,9 @@ class AttentionSpec:
     k_norm: NormSpec | None = None
     qk_norm_full: bool = False
     sinks: tuple[ModuleRef, str] | None = None
+    alibi: tuple[float, ...] = ()
+    alibi_rounded: bool = False
+    clip: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +242,11 @@ class LayerSpec:
 
     and for the parallel one ``h + attention(input_norm(h)) + mlp(mlp_norm(h))``, where `mlp_norm`
     None means that both branches share `input_norm`. m is `residual_multiplier`.
+
+    Attributes:
+        sum_norms: norms of the sums themselves, ``h = norm(h + ...)``, behind attention and
+            behind the feed-forward block.
+        adds_to_normed: what a branch adds goes to what it has read, ``x = norm(h); h = x + f(x)``.
     """
 
     attention: AttentionSpec
@@ -224,6 +257,8 @@ class LayerSpec:
     post_mlp_norm: NormSpec | None = None
     parallel: bool = False
     residual_multiplier: float = 1.0
+    sum_norms: tuple[NormSpec, NormSpec] | None = None
+    adds_to_normed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +273,13 @@ class DecoderSpec:
         logit_softcap: ``c * tanh(logit / c)`` when above 0.
         recompute_length: when a sequence grows past this length, generate() computes all of it
             anew; 0 for never.
+        project_in, project_out: from the width of the embeddings to that of the layers, and back
+            to that of the head.
+        positions: what is added to the embeddings behind `project_in`.
+        embedding_norm: on the embeddings, behind all of these.
+        max_positions: positions are below this; 0 where there is no end.
+        counts_columns: distances between tokens count what the mask hides between them.
+        cache_repeats: how often the model's own cache holds each head of keys and values.
     """
 
     family: str
@@ -245,7 +287,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
     head: LinearSpec
-    rotaries: tuple[RotarySpec, ...]
+    rotaries: tuple[RotarySpec | RotaryLookup, ...]
     hidden_size: int
     vocab_size: int
     embedding_scale: float = 1.0
@@ -253,3 +295,10 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     recompute_length: int = 0
+    project_in: LinearSpec | None = None
+    project_out: LinearSpec | None = None
+    positions: PositionsSpec | None = None
+    embedding_norm: NormSpec | None = None
+    max_positions: int = 0
+    counts_columns: bool = False
+    cache_repeats: int = 1

@@ -17,7 +17,7 @@ from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.linears import linear_slot
 from torch_paged.decoder.plan import Mode, Plan, lower
 from torch_paged.decoder.rotary import changes_with_length, first_floor, remember
-from torch_paged.decoder.slots import Slot, SlotKind, plain_slot
+from torch_paged.decoder.slots import Slot, SlotKind, is_conv1d, plain_slot
 from torch_paged.decoder.spec import (
     DecoderSpec,
     ExpertsSpec,
@@ -137,6 +137,21 @@ class DecoderStep:
     def has_window(self) -> bool:
         """Say whether any layer attends to a window only."""
         return any(self.layer_windows)
+
+    @property
+    def cache_repeats(self) -> int:
+        """How often the model's own cache holds each head of keys and values."""
+        return self.spec.cache_repeats
+
+    @property
+    def counts_columns(self) -> bool:
+        """Say whether distances between tokens count what the mask hides between them."""
+        return self.spec.counts_columns
+
+    @property
+    def max_positions(self) -> int:
+        """Positions are below this; 0 where there is no end."""
+        return self.spec.max_positions
 
     def bind(self, binding: Binding) -> None:
         """Use these state and cache tensors from now on."""
@@ -288,6 +303,7 @@ class DecoderStep:
         called = {id(m.ref.module): m.why for m in mlps if isinstance(m, OpaqueMlpSpec)}
         for ref in spec_modules(self.spec):
             linear = isinstance(ref.module, nn.Linear) or hasattr(ref.module, "base_layer")
+            linear = linear or is_conv1d(ref.module)
             slot = linear_slot(ref.module) if linear else plain_slot(ref.module)
             slot = Slot("fused") if id(ref.module) in read else slot
             if id(ref.module) in called:

@@ -10,8 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_paged.decoder.rotary import changing_rotaries
 from torch_paged.decoder.slots import hook_dicts
-from torch_paged.decoder.spec import DecoderSpec, ExpertsSpec, MlpSpec, ModuleRef, OpaqueMlpSpec
+from torch_paged.decoder.spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    MlpSpec,
+    ModuleRef,
+    OpaqueMlpSpec,
+    RotaryLookup,
+)
 
 # States of adapters that are told apart; one that comes back later counts as new.
 _MAX_VARIANTS = 64
@@ -20,7 +28,8 @@ _MAX_VARIANTS = 64
 def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
     """Return every module that the spec names, once each, in order."""
     refs = [spec.embedding, *(r.ref for r in spec.rotaries), spec.head.ref]
-    norms = [spec.final_norm]
+    refs += [p.ref for p in (spec.project_in, spec.project_out, spec.positions) if p is not None]
+    norms = [spec.final_norm, spec.embedding_norm]
     for layer in spec.layers:
         attention = layer.attention
         refs += [p.ref for p in (*attention.projections, attention.output)]
@@ -28,6 +37,7 @@ def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
         refs += [attention.sinks[0]] if attention.sinks else []
         norms += [layer.input_norm, layer.mlp_norm, layer.post_attention_norm]
         norms += [layer.post_mlp_norm, attention.q_norm, attention.k_norm]
+        norms += layer.sum_norms or ()
     refs += [norm.ref for norm in norms if norm is not None]
     return list({id(ref.module): ref for ref in refs}.values())
 
@@ -61,7 +71,9 @@ def _adapter_state(module: Any) -> tuple[object, ...]:
 
 def never_called(spec: DecoderSpec) -> set[int]:
     """Return ids of modules that only parameters are taken of; whoever read them saw to that."""
-    found = set()
+    found = {id(r.ref.module) for r in spec.rotaries if isinstance(r, RotaryLookup)}
+    if spec.positions is not None:
+        found.add(id(spec.positions.ref.module))
     for layer in spec.layers:
         if layer.attention.sinks is not None:
             found.add(id(layer.attention.sinks[0].module))
@@ -89,11 +101,9 @@ class ModuleWatch:
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
         # The model's own calls replace them.
-        changing = [] if spec is None else [r for r in spec.rotaries if r.change is not None]
         unread: dict[int, list[str]] = {}
-        for rotary in changing:
-            assert rotary.change is not None
-            unread.setdefault(id(rotary.ref.module), []).append(rotary.change.live)
+        for rotary, change in () if spec is None else changing_rotaries(spec):
+            unread.setdefault(id(rotary.ref.module), []).append(change.live)
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._child_dicts: list[dict[str, nn.Module | None]] = []
         self._call_dicts: list[dict[str, object]] = []

@@ -41,6 +41,12 @@ class ServingEngine:
     mixes = True
 
     def __init__(self, core: EngineCore) -> None:
+        asked, limit = core.config.max_model_len, core.step.max_positions
+        if limit and asked is not None and asked > limit:
+            raise ValueError(
+                f"max_model_len must be at most {limit}, the number of positions that the model "
+                f"has, got {asked}; lower it"
+            )
         self._core = core
         self._config = core.config
         self._ledger = Ledger(self._end_request)

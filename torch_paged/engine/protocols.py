@@ -49,6 +49,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def max_positions(self) -> int:
+        """Positions are below this; 0 where there is no end."""
+        ...
+
+    @property
     def storage_key(self) -> tuple[object, ...]:
         """Equal for two runs that may share a captured graph."""
         ...

@@ -205,12 +205,14 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         too_short = positions.dim() != 2 or positions.shape[1] < width - past
         if too_short or (not past and positions.shape[1] != width):
             return ["position_ids are not those of the prompt"]
+    if why := _position_reasons(session, call, positions, width):
+        return why
     if mask is None:
         return []
     real = mask != 0
     empty = ~real.any(-1)
     step = session.step
-    counts_places = step.has_window or step.keeps_state
+    counts_places = step.has_window or step.keeps_state or step.counts_columns
     holes = (
         (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False, device="cpu")
     )
@@ -221,7 +223,27 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     if not holed:
         return []
     what = "a sliding window" if step.has_window else "layers with a state"
+    if step.counts_columns:
+        what = "distances that count them"
     return [f"a mask with holes and {what}"]
+
+
+def _position_reasons(
+    session: Session, call: Call, positions: torch.Tensor | None, width: int
+) -> list[str]:
+    """Say whether the call may go past the last position of a model that has one.
+
+    Hugging Face raises there, once it is reached; before that, a row may end.
+    """
+    assert session.step is not None
+    limit, (max_new, _) = session.step.max_positions, _limits(call)
+    if not limit:
+        return []
+    first = width if positions is None or not positions.numel() else int(positions.max()) + 1
+    needed = first + (1 if max_new is None else max_new) - 1
+    if needed <= limit:
+        return []
+    return [f"the model has {limit} positions, and the call may need {needed}"]
 
 
 def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:

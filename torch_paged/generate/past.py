@@ -131,7 +131,7 @@ def fill_cache(
     step: DecoderStep | PatchedStep,
 ) -> None:
     """Append what a run computed to the call's cache, each token in its column."""
-    dtype = step.dtype
+    dtype, repeats = step.dtype, step.cache_repeats
     num_rows, num_columns = len(run.rows), columns.num_new + num_steps - 1
     if not num_columns:
         return
@@ -143,6 +143,8 @@ def fill_cache(
 
     def in_columns(rows: list[Tensor]) -> Tensor:
         tokens = torch.cat([row.transpose(0, 1) for row in rows]).to(dtype)
+        if repeats > 1:
+            tokens = tokens.repeat_interleave(repeats, dim=1)
         shape = (num_rows, num_columns, *tokens.shape[1:])
         if index is not None:
             padded = tokens.new_zeros((num_rows * num_columns, *tokens.shape[1:]))

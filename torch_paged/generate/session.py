@@ -133,7 +133,8 @@ class Session:
     def _use(self, step: DecoderStep | PatchedStep) -> None:
         self.step = step
         text = self.model.config.get_text_config()
-        limit = getattr(text, "max_position_embeddings", None) or _MAX_TABLE_TOKENS
+        limit = step.max_positions or getattr(text, "max_position_embeddings", None)
+        limit = limit or _MAX_TABLE_TOKENS
         length = min(int(limit), _MAX_TABLE_TOKENS)
         self.core = EngineCore(step, self.config, length, self.turns)
         # A session ends with its model.

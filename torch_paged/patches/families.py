@@ -15,7 +15,11 @@ from torch import nn
 from torch_paged.decoder.slots import hook_dicts, override_reason
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
+from torch_paged.patches.alibi import read_bloom, read_mpt
+from torch_paged.patches.falcon import read_falcon
 from torch_paged.patches.gpt_neox import read_gpt_neox
+from torch_paged.patches.gptj import read_codegen, read_gptj
+from torch_paged.patches.learned_positions import read_gpt2, read_gpt_bigcode, read_opt
 from torch_paged.patches.llama_like import read_llama_like
 from torch_paged.patches.multimodal import WRAPPERS, is_around, read_multimodal, text_models
 from torch_paged.patches.refusal import SpecRefusal
@@ -88,7 +92,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
     ("gemma.modeling_gemma", "GemmaForCausalLM"): _GEMMA,
     ("gemma2.modeling_gemma2", "Gemma2ForCausalLM"): _GEMMA2,
     ("gemma3.modeling_gemma3", "Gemma3ForCausalLM"): replace(
-        _GEMMA2, head_norms=("q_norm", "k_norm")
+        _GEMMA2, head_norms=("q_norm", "k_norm"), caps_scores=False
     ),
     ("vaultgemma.modeling_vaultgemma", "VaultGemmaForCausalLM"): replace(
         _GEMMA2, norms=NormNames("input_layernorm", "pre_feedforward_layernorm")
@@ -197,6 +201,14 @@ def _llama_like(module: str, traits: Traits) -> Reader:
 FAMILIES: dict[tuple[str, str], Reader] = {
     **{key: _llama_like(key[0], traits) for key, traits in LLAMA_LIKE.items()},
     ("gpt_neox.modeling_gpt_neox", "GPTNeoXForCausalLM"): read_gpt_neox,
+    ("gpt2.modeling_gpt2", "GPT2LMHeadModel"): read_gpt2,
+    ("gpt_bigcode.modeling_gpt_bigcode", "GPTBigCodeForCausalLM"): read_gpt_bigcode,
+    ("opt.modeling_opt", "OPTForCausalLM"): read_opt,
+    ("bloom.modeling_bloom", "BloomForCausalLM"): read_bloom,
+    ("mpt.modeling_mpt", "MptForCausalLM"): read_mpt,
+    ("falcon.modeling_falcon", "FalconForCausalLM"): read_falcon,
+    ("gptj.modeling_gptj", "GPTJForCausalLM"): read_gptj,
+    ("codegen.modeling_codegen", "CodeGenForCausalLM"): read_codegen,
 }
 # Of models with images, the text models that can be read.
 TEXT_MODELS = text_models(LLAMA_LIKE)

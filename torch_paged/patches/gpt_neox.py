@@ -9,15 +9,9 @@ from torch_paged.decoder.spec import (
     DecoderSpec,
     LayerSpec,
     MlpSpec,
-    NormSpec,
 )
-from torch_paged.patches.llama_like import activation_of, linear, ref
+from torch_paged.patches.llama_like import activation_of, layer_norm, linear, ref
 from torch_paged.patches.rotary import rotary
-
-
-def _layer_norm(model: Any, name: str) -> NormSpec:
-    module_ref = ref(model, name)
-    return NormSpec(module_ref, "layer", float(module_ref.module.eps))
 
 
 def read_gpt_neox(model: Any) -> DecoderSpec:
@@ -27,7 +21,7 @@ def read_gpt_neox(model: Any) -> DecoderSpec:
         family="gpt_neox",
         embedding=ref(model, "gpt_neox.embed_in"),
         layers=tuple(_read_layer(model, i) for i in range(config.num_hidden_layers)),
-        final_norm=_layer_norm(model, "gpt_neox.final_layer_norm"),
+        final_norm=layer_norm(model, "gpt_neox.final_layer_norm"),
         head=linear(model, "lm_head", config.hidden_size, config.vocab_size),
         rotaries=(rotary(model, "gpt_neox.rotary_emb", config),),
         hidden_size=config.hidden_size,
@@ -63,7 +57,7 @@ def _read_layer(model: Any, index: int) -> LayerSpec:
     return LayerSpec(
         attention,
         mlp,
-        input_norm=_layer_norm(model, f"{prefix}.input_layernorm"),
-        mlp_norm=_layer_norm(model, f"{prefix}.post_attention_layernorm"),
+        input_norm=layer_norm(model, f"{prefix}.input_layernorm"),
+        mlp_norm=layer_norm(model, f"{prefix}.post_attention_layernorm"),
         parallel=bool(config.use_parallel_residual),
     )

@@ -64,6 +64,28 @@ def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
     )
 
 
+def layer_norm(model: nn.Module, name: str) -> NormSpec:
+    """Read an nn.LayerNorm."""
+    module_ref = ref(model, name)
+    return NormSpec(module_ref, "layer", float(module_ref.module.eps))
+
+
+def plain_ref(model: Any, name: str) -> ModuleRef:
+    """Return a module that only its parameters are taken of; its own forward must not matter."""
+    found = ref(model, name)
+    reason = override_reason(found.module, ignore_hook=is_output_capturing_hook)
+    if reason:
+        raise SpecRefusal(f"{name} cannot be bypassed: {reason}")
+    return found
+
+
+def refuse_set(config: Any, *names: str) -> None:
+    """Refuse a config that sets a field whose arithmetic has no fused form."""
+    for name in names:
+        if getattr(config, name, None):
+            raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
+
+
 def read_llama_like(
     model: Any, family: str, traits: Traits, root: str = "model", config: Any = None
 ) -> DecoderSpec:
@@ -73,9 +95,7 @@ def read_llama_like(
         config: of the text; None takes the model's.
     """
     config = model.config if config is None else config
-    for name in traits.absent:
-        if getattr(config, name, None):
-            raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
+    refuse_set(config, *traits.absent)
     tables = rotaries(model, f"{root}.rotary_emb", config)
     kinds = list(tables)
     layers = []
@@ -159,6 +179,7 @@ def _read_attention(
         )
     norms = traits.head_norms
     window = _window(module, config, traits)
+    softcap = getattr(module, "attn_logit_softcapping", None) if traits.caps_scores else None
     return AttentionSpec(
         projections=projections,
         layout="concat" if traits.fused_qkv else "separate",
@@ -171,21 +192,12 @@ def _read_attention(
         rotary=table if _has_rotary(module, window, traits) else None,
         interleaved=traits.interleaved,
         window=window,
-        softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
+        softcap=float(softcap or 0.0),
         q_norm=norm(model, f"{name}.{norms[0]}", traits) if norms else None,
         k_norm=norm(model, f"{name}.{norms[1]}", traits) if norms else None,
         qk_norm_full=traits.head_norms_full,
-        sinks=None if traits.sinks is None else (_plain_ref(model, name), traits.sinks),
+        sinks=None if traits.sinks is None else (plain_ref(model, name), traits.sinks),
     )
-
-
-def _plain_ref(model: Any, name: str) -> ModuleRef:
-    """Return a module that only its parameters are taken of; its own forward must not matter."""
-    found = ref(model, name)
-    reason = override_reason(found.module, ignore_hook=is_output_capturing_hook)
-    if reason:
-        raise SpecRefusal(f"{name} cannot be bypassed: {reason}")
-    return found
 
 
 def _window(module: Any, config: Any, traits: Traits) -> int:

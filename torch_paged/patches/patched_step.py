@@ -45,6 +45,11 @@ class PatchedStep:
         SpecRefusal: the forward does not go through the attention interface as it must.
     """
 
+    # What these would tell, the model's own forward sees to.
+    counts_columns = False
+    cache_repeats = 1
+    max_positions = 0
+
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
         self.watch = ModuleWatch(model, None)

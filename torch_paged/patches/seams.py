@@ -231,7 +231,12 @@ def call_cache(model_kwargs: dict[str, Any]) -> Any:
 
 
 def eager_attention(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Run the model with eager attention: sdpa drops softcaps, so it is no reference."""
+    """Run the model with eager attention: sdpa drops softcaps, so it is no reference.
+
+    Falcon with ALiBi keeps its own: eager attention adds the biases twice, sdpa once.
+    """
+    if getattr(model.config, "model_type", "") == "falcon" and model.config.alibi:
+        return contextlib.nullcontext()
     return switch_attention(model, "eager")
 
 

@@ -103,6 +103,7 @@ class Traits:
         multipliers: the config's multipliers on embeddings, residuals and logits apply.
         window: where a layer's window is found: on the attention module, or in the config for
             every layer, or nowhere.
+        caps_scores: attention applies the `attn_logit_softcapping` that its module holds.
         recomputes: generate() drops the cache when a sequence grows past the config's
             `original_max_position_embeddings`.
         absent: config fields that change the arithmetic; a set one is refused.
@@ -127,5 +128,6 @@ class Traits:
     scaled_embedding: bool = False
     multipliers: bool = False
     window: Literal["module", "config", "none"] = "none"
+    caps_scores: bool = True
     recomputes: bool = False
     absent: tuple[str, ...] = ()

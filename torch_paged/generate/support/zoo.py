@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.pytorch_utils import Conv1D
 
 from torch_paged.generate.support.zoo_fixes import (
     DROP,
@@ -172,15 +173,16 @@ def _stir(model: nn.Module, seed: int) -> None:
     """Make every gain, bias and projection matter, and logits that are far apart."""
     generator = torch.Generator().manual_seed(seed)
     matrices = {
-        id(module.weight)
+        id(module.weight): -1 if isinstance(module, nn.Linear | nn.Embedding) else 0
         for module in model.modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and module.weight is not None
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and module.weight is not None
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in matrices:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5 * 1.5)
+                num_inputs = parameter.shape[matrices[id(parameter)]]
+                parameter.copy_(noise / num_inputs**0.5 * 1.5)
             elif "sink" in name:
                 parameter.copy_(2 * noise + 1)
             elif parameter.dim() == 3 and "expert" in name:

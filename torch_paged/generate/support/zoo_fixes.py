@@ -148,6 +148,7 @@ FIXES: dict[str, Fields] = {
         "layers_block_type": ["linear_attention", "full_attention"],
         "layer_types": DROP,
     },
+    "mpt": {"use_cache": True},
     "jamba": {"layer_types": DROP, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
 }

@@ -150,7 +150,8 @@ def fused_decode_attention(
         window: when positive, the query at index i sees keys j with i - window < j <= i.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)``.
         sinks: [num_heads], one extra logit a head in the softmax denominator.
-        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j.
+        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j; in bfloat16
+            ``scale * (slope * j)``, the product and j in that dtype, as Falcon has it.
 
     Returns:
         [num_rows, num_heads, v_head_dim] in the dtype of `query`.
@@ -259,7 +260,8 @@ def paged_decode_attention(
         window: when positive, the query at index i sees keys j with i - window < j <= i.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)``.
         sinks: [num_heads], one extra logit a head in the softmax denominator.
-        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j.
+        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j; in bfloat16
+            ``scale * (slope * j)``, the product and j in that dtype, as Falcon has it.
 
     Returns:
         [num_rows, num_heads, v_head_dim] in the dtype of `query`.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch_paged.ops.paged_attention.stages import (
     LOG2E,
     NO_SCORE,
+    alibi_bias,
+    alibi_slope,
     attend,
     capped_scores,
     load_gain,
@@ -131,6 +133,7 @@ def decode_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ALIBI_ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -301,9 +304,16 @@ def decode_attention_kernel(
         peak = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        slope = 0.0
+        if HAS_ALIBI:
+            raw_slope = tl.load(slopes_ptr + q_head, mask=in_group, other=0.0)
+            slope = alibi_slope(raw_slope, ALIBI_ROUNDED)
         if FUSED:
             own = split == num_active - 1
-            peak = tl.where(own, capped_scores(raw_new, scale, softcap, HAS_SOFTCAP), peak)
+            new_score = capped_scores(raw_new, scale, softcap, HAS_SOFTCAP)
+            if ALIBI_ROUNDED:
+                new_score += alibi_bias(slope, position, position, scale, ALIBI_ROUNDED)
+            peak = tl.where(own, new_score, peak)
             total = tl.where(own, 1.0, total)
             acc = tl.where(own, v_new.to(tl.float32)[None, :], acc)
             if own:
@@ -314,9 +324,6 @@ def decode_attention_kernel(
                 tl.store(new_k_ptrs, k_new, mask=(d[None, :] < D) & (r[:, None] == 0))
                 new_v_ptrs = v_head_ptr + mine * stride_vcb + inside * stride_vcs + dv
                 tl.store(new_v_ptrs, v_new, mask=dv < DV)
-        slope = 0.0
-        if HAS_ALIBI:
-            slope = tl.load(slopes_ptr + q_head, mask=in_group, other=0.0).to(tl.float32) * LOG2E
         # Summed over the tile once, at the end.
         weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if EARLY:
@@ -325,7 +332,8 @@ def decode_attention_kernel(
                 k,
                 v,
                 _is_visible(low + n, first, high, HAS_WINDOW),
-                low + n - position,
+                low + n,
+                position,
                 slope,
                 scale,
                 softcap,
@@ -335,6 +343,7 @@ def decode_attention_kernel(
                 acc,
                 HAS_SOFTCAP,
                 HAS_ALIBI,
+                ALIBI_ROUNDED,
                 PRECISION,
             )
             low += BLOCK_N
@@ -362,7 +371,8 @@ def decode_attention_kernel(
                 k,
                 v,
                 valid,
-                start + n - position,
+                start + n,
+                position,
                 slope,
                 scale,
                 softcap,
@@ -372,6 +382,7 @@ def decode_attention_kernel(
                 acc,
                 HAS_SOFTCAP,
                 HAS_ALIBI,
+                ALIBI_ROUNDED,
                 PRECISION,
             )
         total += tl.sum(weights, axis=1)

@@ -138,6 +138,7 @@ def _launch_fused_decode_attention(
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
+        ALIBI_ROUNDED=alibi_slopes is not None and alibi_slopes.dtype == torch.bfloat16,
         PRECISION=dot_precision(),
         EARLY=fused and config.early_tile,
         PREFETCH=config.prefetch_tokens if pdl else 0,

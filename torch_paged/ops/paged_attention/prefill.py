@@ -89,6 +89,7 @@ def _launch_paged_prefill_attention(
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
+        ALIBI_ROUNDED=alibi_slopes is not None and alibi_slopes.dtype == torch.bfloat16,
         PRECISION=dot_precision(),
         PDL=bool(pdl),
         num_warps=config.num_warps,
@@ -161,7 +162,8 @@ def paged_prefill_attention(
         window: when positive, a query at index i sees keys j with i - window < j <= i.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)``.
         sinks: [num_heads], one extra logit a head in the softmax denominator.
-        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j.
+        alibi_slopes: [num_heads], adds ``slope * (j - i)`` to the score of key j; in bfloat16
+            ``scale * (slope * j)``, the product and j in that dtype, as Falcon has it.
 
     Returns:
         [num_tokens, num_heads, v_head_dim] in the dtype of `query`.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torch_paged.ops.paged_attention.stages import LOG2E, NO_SCORE, capped_scores
+from torch_paged.ops.paged_attention.stages import (
+    LOG2E,
+    NO_SCORE,
+    alibi_bias,
+    alibi_slope,
+    capped_scores,
+)
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -37,6 +43,7 @@ def _attend_range(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ALIBI_ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Fold the tiles of keys low .. high - 1 into the online softmax.
@@ -79,7 +86,9 @@ def _attend_range(
         if HAS_SOFTCAP or HAS_ALIBI:
             s = capped_scores(s, scale, softcap, HAS_SOFTCAP)
             if HAS_ALIBI:
-                s += slope[:, None] * (j[None, :] - query_index[:, None]).to(tl.float32)
+                s += alibi_bias(
+                    slope[:, None], j[None, :], query_index[:, None], scale, ALIBI_ROUNDED
+                )
         if MASKED:
             seen = (j[None, :] <= query_index[:, None]) & (j[None, :] < last_key)
             if HAS_WINDOW:
@@ -141,6 +150,7 @@ def prefill_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ALIBI_ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -204,7 +214,7 @@ def prefill_attention_kernel(
             v_ptrs = v_ptrs + inside * stride_vcs + dv[None, :]
             slope = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:
-                slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
+                slope = alibi_slope(tl.load(slopes_ptr + q_head), ALIBI_ROUNDED)
             peak = tl.full([BLOCK_M], NO_SCORE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             if HAS_SINKS:
@@ -247,6 +257,7 @@ def prefill_attention_kernel(
                     HAS_WINDOW,
                     HAS_SOFTCAP,
                     HAS_ALIBI,
+                    ALIBI_ROUNDED,
                     PRECISION,
                 )
             acc, peak, total = _attend_range(
@@ -279,6 +290,7 @@ def prefill_attention_kernel(
                 HAS_WINDOW,
                 HAS_SOFTCAP,
                 HAS_ALIBI,
+                ALIBI_ROUNDED,
                 PRECISION,
             )
             out = acc * (1.0 / total)[:, None]

@@ -100,8 +100,12 @@ def _attend(
     if alibi_slopes is not None or masked:
         distance = (key_index[:, None, :] - query_index[:, :, None])[:, None, None]
     if alibi_slopes is not None:
-        slopes = alibi_slopes.to(scores.dtype).view(1, num_kv_heads, group, 1, 1)
-        scores = scores + slopes * distance
+        slopes = alibi_slopes.view(1, num_kv_heads, group, 1, 1)
+        if slopes.dtype == torch.bfloat16:
+            biases = slopes * key_index[:, None, None, None, :]
+            scores = scores + biases.to(scores.dtype) * scale
+        else:
+            scores = scores + slopes.to(scores.dtype) * distance
     if masked:
         hidden = distance > 0
         if window > 0:

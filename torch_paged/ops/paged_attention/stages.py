@@ -25,6 +25,34 @@ def capped_scores(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _rounded_to_bfloat16(x):
+    """Round finite x >= 0 to the nearest bfloat16; no GPU before sm_80 has a conversion."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def alibi_slope(raw, ROUNDED: tl.constexpr):
+    """Return loaded ALiBi slopes as `alibi_bias` takes them."""
+    if ROUNDED:
+        return raw.to(tl.float32)
+    return raw.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def alibi_bias(slope, j, i, scale, ROUNDED: tl.constexpr):
+    """Return the biases of keys j for queries i in log2 units: ``slope * (j - i)``.
+
+    ROUNDED: ``scale * slope * j``, with j and its product by the slope in bfloat16.
+    """
+    if ROUNDED:
+        bias = _rounded_to_bfloat16(slope * _rounded_to_bfloat16(j.to(tl.float32)))
+        return bias * (scale * LOG2E)
+    return slope * (j - i).to(tl.float32)
+
+
+@triton.jit
 def _apply_gain(x, rstd, gain, CAST_BEFORE_GAIN: tl.constexpr):
     normed = x.to(tl.float32) * rstd
     if CAST_BEFORE_GAIN:
@@ -155,7 +183,8 @@ def attend(
     k,
     v,
     valid,
-    distance,
+    index,
+    position,
     slope,
     scale,
     softcap,
@@ -165,14 +194,15 @@ def attend(
     acc,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ALIBI_ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take a tile of keys and values into the online softmax; `distance` is key less query."""
+    """Take keys and values at `index`, from a query at `position`, into the online softmax."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_SOFTCAP or HAS_ALIBI:
         s = capped_scores(s, scale, softcap, HAS_SOFTCAP)
         if HAS_ALIBI:
-            s += slope[:, None] * distance[None, :].to(tl.float32)
+            s += alibi_bias(slope[:, None], index[None, :], position, scale, ALIBI_ROUNDED)
     s = tl.where(valid[None, :], s, float("-inf"))
     if HAS_SOFTCAP or HAS_ALIBI:
         new_peak = tl.maximum(peak, tl.max(s, axis=1))
