@@ -10,9 +10,12 @@ from packaging.version import Version
 
 FUSED = {
     "arcee",
+    "axk1",
     "cohere",
     "cohere2",
     "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
@@ -24,6 +27,7 @@ FUSED = {
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_neox",
     "gpt_oss",
     "granite",
@@ -35,6 +39,7 @@ FUSED = {
     "jais2",
     "llama",
     "mellum",
+    "minicpm3",
     "ministral",
     "mistral",
     "mixtral",
@@ -54,6 +59,7 @@ FUSED = {
     "stablelm",
     "starcoder2",
     "vaultgemma",
+    "youtu",
 }
 
 # Layers that keep what neither the paged cache nor the states by slot hold.

@@ -11,7 +11,7 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     NormSpec,
 )
-from torch_paged.patches.llama_like import activation_of, linear, ref
+from torch_paged.patches.parts import activation_of, linear, ref
 from torch_paged.patches.rotary import rotary
 
 

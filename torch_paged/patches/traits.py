@@ -14,7 +14,8 @@ class NormNames(NamedTuple):
     Attributes:
         input: before attention.
         mlp: before the feed-forward block; None in a parallel block that shares `input`.
-        post_attention, post_mlp: on what attention and feed-forward add to the residual.
+        post_attention, post_mlp: on what attention and feed-forward add to the residual; the
+            latter may be within the feed-forward block, and absent where that has no experts.
     """
 
     input: str | None
@@ -97,10 +98,14 @@ class Traits:
         experts: the experts of layers that have them.
         sinks: attention has learned sink logits under this name.
         interleaved: rotary turns neighbouring pairs instead of halves.
+        latent: attention is latent attention, which turns neighbouring pairs, halves, or what the
+            config's `rope_interleave` says.
         rotary_layers: the layers with rotary: all, those whose attention says `use_rope`, or
             those with a window.
         scaled_embedding: the embedding module multiplies by its `embed_scale`.
         multipliers: the config's multipliers on embeddings, residuals and logits apply.
+        residual_scale: attribute of a layer with the factor on what it adds to the residual.
+        hidden_divisor: field of the config that the hidden states are divided by for the logits.
         window: where a layer's window is found: on the attention module, or in the config for
             every layer, or nowhere.
         recomputes: generate() drops the cache when a sequence grows past the config's
@@ -123,9 +128,12 @@ class Traits:
     experts: ExpertsNames | None = None
     sinks: str | None = None
     interleaved: bool = False
+    latent: Literal["pairs", "halves", "config"] | None = None
     rotary_layers: Literal["all", "use_rope", "windowed"] = "all"
     scaled_embedding: bool = False
     multipliers: bool = False
+    residual_scale: str | None = None
+    hidden_divisor: str | None = None
     window: Literal["module", "config", "none"] = "none"
     recomputes: bool = False
     absent: tuple[str, ...] = ()

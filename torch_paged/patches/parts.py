@@ -1,0 +1,48 @@
+"""Reading of the parts that all families share: modules, projections, norms and activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torch_paged.decoder.spec import Activation, LinearSpec, ModuleRef, NormSpec
+from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.traits import Traits
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def ref(model: nn.Module, name: str) -> ModuleRef:
+    """Return the module of `model` at a dotted name."""
+    return ModuleRef(name, model.get_submodule(name))
+
+
+def linear(model: nn.Module, name: str, in_features: int, out_features: int) -> LinearSpec:
+    return LinearSpec(ref(model, name), in_features, out_features)
+
+
+def activation_of(name: object) -> Activation:
+    """Translate a config's activation name; refuses the ones without a kernel."""
+    if name not in _ACTIVATIONS:
+        raise SpecRefusal(f"activation {name!r} has no kernel")
+    return _ACTIVATIONS[str(name)]
+
+
+def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
+    module_ref = ref(model, name)
+    module: Any = module_ref.module
+    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", traits.norm_eps)
+    if eps is None:
+        raise SpecRefusal(f"{name} has no epsilon that is known here")
+    return NormSpec(
+        module_ref, traits.norm_kind, float(eps), traits.norm_offset, traits.cast_before_gain
+    )
