@@ -224,6 +224,8 @@ class RouterSpec:
         correction: module and attribute of what is added to the scores for the choice alone.
         float_logits: logits are computed in float32 whatever the dtype of the model.
         float_weights: weights stay float32 instead of taking the dtype of the logits.
+        num_groups, top_groups: a token chooses within the best groups, where these differ.
+        group_best: as many of its experts make the merit of a group.
     """
 
     ref: ModuleRef
@@ -235,6 +237,9 @@ class RouterSpec:
     correction: tuple[ModuleRef, str] | None = None
     float_logits: bool = False
     float_weights: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ _SIGMOID_EXPERTS = ExpertsNames(
     correction="e_score_correction_bias",
     float_logits=True,
     float_weights=True,
+    group_best=2,
     shared="mlp.shared_experts",
 )
 
@@ -194,6 +195,7 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
             normalise=False,
             float_logits=True,
             float_weights=True,
+            group_best=1,
             shared="mlp.shared_experts",
         ),
     ),

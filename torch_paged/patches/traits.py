@@ -39,6 +39,8 @@ class ExpertsNames(NamedTuple):
         block: of the layer: the module with `router` and `experts`, or else a plain MLP.
         normalise: None asks the router's `norm_topk_prob`.
         correction: below the router, of the attribute that is added for the choice.
+        group_best: experts of a group that make its merit, for routers with groups; 0 where a
+            family's choice among groups has no fused form.
         clamped: the experts clamp gate and up, as gpt-oss does.
         shared: of the layer, the MLP that every token takes besides; it may be None there.
         shared_mlp: names of its projections.
@@ -53,6 +55,7 @@ class ExpertsNames(NamedTuple):
     correction: str | None = None
     float_logits: bool = False
     float_weights: bool = False
+    group_best: int = 0
     clamped: bool = False
     shared: str | None = None
     shared_mlp: MlpNames = MlpNames(("gate_proj", "up_proj"), "down_proj")
