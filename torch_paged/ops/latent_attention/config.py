@@ -49,12 +49,13 @@ def decode_config(query: torch.Tensor) -> DecodeConfig:
     """Return the decode configuration for latent queries [num_rows, num_heads, rank]."""
     if query.device.type != "cuda":
         return _INTERPRETED
-    capability = device_capability(query.device.index or 0)
+    major, _ = device_capability(query.device.index or 0)
     if query.element_size() == 4:
         return DecodeConfig(block_n=16, num_warps=8, num_stages=1)
-    if capability[0] < 8:
-        return DecodeConfig(block_n=16, num_stages=1)
-    if capability[0] in (9, 10) and query.shape[1] > 16:
+    if major < 8:
+        _refuse_wide(query)
+        return DecodeConfig(block_n=16, num_warps=8, num_stages=1)
+    if major in (9, 10) and query.shape[1] > 16:
         return DecodeConfig(block_m=32, num_warps=8)
     return DecodeConfig()
 
@@ -67,10 +68,22 @@ def prefill_config(query: torch.Tensor) -> PrefillConfig:
     if query.element_size() == 4:
         return PrefillConfig(block_n=16, num_warps=8, num_stages=1)
     if capability[0] < 8:
-        return PrefillConfig(block_n=16, num_stages=1)
+        _refuse_wide(query)
+        return PrefillConfig(block_n=16, num_warps=8, num_stages=1)
     if capability[0] in (9, 10):
-        return PrefillConfig(64, 64, 8, 1)
-    return PrefillConfig(32, 32, 8, 2 if capability == (8, 0) else 1)
+        return PrefillConfig(32, 64, 8, 2)
+    if capability in ((8, 0), (8, 7)):
+        return PrefillConfig(32, 32, 8, 2)
+    return PrefillConfig(32, 16, 8, 2)  # 100 KiB of shared memory
+
+
+def _refuse_wide(query: torch.Tensor) -> None:
+    """Raise where queries and latents, multiplied in float32, do not fit into 64 KiB."""
+    if query.shape[2] > 256:
+        raise NotImplementedError(
+            f"latents of rank {query.shape[2]} need a GPU of compute capability 8.0 or newer; "
+            "older ones take up to 256"
+        )
 
 
 __all__ = ["DecodeConfig", "PrefillConfig", "decode_config", "prefill_config"]

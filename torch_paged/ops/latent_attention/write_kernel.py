@@ -42,17 +42,17 @@ def _cache_row(
     BLOCK_SIZE: tl.constexpr,
     HAS_MAPPING: tl.constexpr,
 ):
-    """Return block, offset and existence of a token's place in the cache."""
+    """Return block and offset of a token's place in the cache; a negative block for none."""
     if HAS_MAPPING:
         place = tl.load(slot_mapping_ptr + token)
-        return place // BLOCK_SIZE, place % BLOCK_SIZE, place >= 0
+        return tl.where(place >= 0, place // BLOCK_SIZE, -1), place % BLOCK_SIZE
     slot = tl.load(slots_ptr + token)
     live = slot >= 0
     slot = tl.maximum(slot, 0).to(tl.int64)
     position = tl.load(context_lens_ptr + slot, mask=live, other=0).to(tl.int64)
     table_ptr = block_table_ptr + slot * stride_table
-    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    return block, position % BLOCK_SIZE, live
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=live, other=-1).to(tl.int64)
+    return block, position % BLOCK_SIZE
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def latent_cache_write_kernel(
         tl.debug_barrier()
         _store_rotated(rows, a, b, pair, mask, HALF, ROTATION)
     else:
-        block, offset, exists = _cache_row(
+        block, offset = _cache_row(
             token,
             slot_mapping_ptr,
             block_table_ptr,
@@ -122,28 +122,31 @@ def latent_cache_write_kernel(
             BLOCK_SIZE,
             HAS_MAPPING,
         )
+        # A token without a place keeps nothing.
+        kept_rank = tl.where(block >= 0, RANK, 0)
+        kept_half = tl.where(block >= 0, HALF, 0)
         d = tl.arange(0, BLOCK_R)
         in_rank = d < RANK
         row = compressed_ptr + token * stride_ct
         x = tl.load(row + d, mask=in_rank, other=0.0)
         gain = tl.load(norm_ptr + d, mask=in_rank, other=0.0).to(tl.float32)
         key = row + RANK + tl.zeros([1, 1], tl.int32)
-        a, b = _rotated(key, cos, sin, pair, in_half, HALF, ROTATION)
+        key_a, key_b = _rotated(key, cos, sin, pair, in_half, HALF, ROTATION)
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / RANK + eps)
         latent = ((wide * scale).to(x.dtype).to(tl.float32) * gain).to(x.dtype)
         tl.debug_barrier()
         tl.store(row + d, latent, mask=in_rank)
-        _store_rotated(key, a, b, pair, in_half, HALF, ROTATION)
+        _store_rotated(key, key_a, key_b, pair, in_half, HALF, ROTATION)
         latent_row = latent_cache_ptr + block * stride_lcb + offset * stride_lcs
         kept = latent.to(latent_cache_ptr.dtype.element_ty)
-        tl.store(latent_row + d, kept, mask=in_rank & exists)
+        tl.store(latent_row + d, kept, mask=d < kept_rank)
         rope_row = rope_cache_ptr + block * stride_rcb + offset * stride_rcs
         rope_row += tl.zeros([1, 1], tl.int32)
         # Rounded as in the projection before the cache's dtype rounds.
-        a = a.to(x.dtype).to(tl.float32)
-        b = b.to(x.dtype).to(tl.float32)
-        _store_rotated(rope_row, a, b, pair, in_half & exists, HALF, ROTATION)
+        key_a = key_a.to(x.dtype).to(tl.float32)
+        key_b = key_b.to(x.dtype).to(tl.float32)
+        _store_rotated(rope_row, key_a, key_b, pair, pair < kept_half, HALF, ROTATION)
 
 
 __all__ = ["latent_cache_write_kernel"]
