@@ -54,6 +54,7 @@ FUSED = {
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "sarvam_mla",
     "seed_oss",
     "smollm3",
     "stablelm",
