@@ -120,8 +120,15 @@ class LatentCase:
         """Launch the products of one layer that lead into the space of latents and out of it."""
         nope = self.shape[3]
         weight = self.weights[layer % self.weights.shape[0]]
-        heads = self.query[..., :nope].transpose(0, 1)
-        latent = torch.bmm(heads, weight[:, :nope])
+        product: Callable[..., Tensor] = torch.ops.torch_paged.head_linear.default
+        latent = product(self.query[..., :nope], weight[:, :nope])
+        return product(latent, weight[:, nope:].transpose(1, 2))
+
+    def project_by_torch(self, layer: int) -> Tensor:
+        """Launch the same products of torch."""
+        nope = self.shape[3]
+        weight = self.weights[layer % self.weights.shape[0]]
+        latent = torch.bmm(self.query[..., :nope].transpose(0, 1), weight[:, :nope])
         return torch.bmm(latent, weight[:, nope:].transpose(1, 2))
 
     def check(self, config: DecodeConfig | None = None) -> float:
@@ -265,13 +272,16 @@ def _decode_row(name: str, batch: int, tokens: int, ceiling: float) -> tuple[dic
     error = case.check()
     us, spread = case.time(case.attend)
     write, project = case.time(case.write)[0], case.time(case.project)[0]
+    by_torch = case.time(case.project_by_torch)[0]
     row = {"shape": name, "batch": batch, "context": tokens, "us": us, "spread_us": spread}
     row |= {"error": error, "gbps": case.bytes / us / 1e3, "write_us": write}
     row |= {"project_us": project, "project_gbps": case.weight_bytes / project / 1e3}
+    row |= {"project_torch_us": by_torch}
     line = (
         f"decode {name:8} b{batch:<3} ctx {tokens:<5} {us:7.2f} us (+-{spread:.2f}) "
         f"{row['gbps']:5.0f} GB/s {row['gbps'] / ceiling / 10:5.1f}%  write {write:.2f} us, "
-        f"both products {project:.2f} us ({row['project_gbps']:.0f} GB/s)  error {error:.1e}"
+        f"both products {project:.2f} us ({row['project_gbps']:.0f} GB/s, "
+        f"torch.bmm {by_torch:.2f} us)  error {error:.1e}"
     )
     assert error < _ERROR, line
     return row, line

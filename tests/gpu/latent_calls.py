@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.paged_attention_case import DEVICE, make_pool
+from torch_paged.ops.head_linear import head_linear
 from torch_paged.ops.latent_attention import latent_cache_write
 from torch_paged.ops.latent_attention.config import DecodeConfig, PrefillConfig
 from torch_paged.ops.latent_attention.decode import _launch_latent_decode_attention
@@ -135,6 +136,14 @@ def _write(rotation: str, dims: tuple[int, int], dtype: torch.dtype, mapped: boo
     )
 
 
+def _products(num_tokens: int, heads: int, nope: int, rank: int, v_dim: int) -> None:
+    weight = _randn(heads, nope + v_dim, rank)
+    query = _randn(num_tokens, heads, nope + 3)[..., :nope]
+    latent = head_linear(query, weight[:, :nope])
+    out = head_linear(latent, weight[:, nope:].transpose(1, 2))
+    assert out.cpu().isfinite().all()
+
+
 _LONG = [1, 255, 0, 257, 433, 512] if DEVICE == "cuda" else [1, 17, 0, 65, 96]
 _TABLE = 33 if DEVICE == "cuda" else 7
 _DIMS = (512, 64) if DEVICE == "cuda" else (64, 16)
@@ -153,3 +162,6 @@ _add("latent-prefill-fp32", _prefill, *_RAGGED, heads=2, dims=(64, 16), dtype=to
 for _rotation in ROTATIONS:
     _add(f"latent-write-{_rotation}", _write, _rotation, _DIMS, HALF, True)
 _add("latent-write-rows", _write, "pairs", (96, 24), torch.float32, False)
+for _tokens in (1, 17, 32, 33):
+    _add(f"head_linear-{_tokens}", _products, _tokens, 3, 128, 512, 128)
+_add("head_linear-odd", _products, 5, 7, 20, 96, 24)

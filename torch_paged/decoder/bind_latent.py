@@ -18,6 +18,7 @@ from torch_paged.decoder.plan_latent import LatentAttention
 from torch_paged.decoder.spec import LatentAttentionSpec
 from torch_paged.ops.paged_attention.whole_prompt import may_serve, whole_prompt_attention
 from torch_paged.ops.unchecked import (
+    head_linear,
     latent_cache_write,
     latent_decode_attention,
     latent_prefill_attention,
@@ -50,18 +51,14 @@ def _weights(spec: LatentAttentionSpec) -> _Weights:
 
 def _latent_query(query: Tensor, weights: _Weights) -> Tensor:
     """Take the first dims of query [T, H, nope + rope] into the space of latents: [T, H, rank]."""
-    num_heads, nope, rank = weights.keys.shape
-    out = query.new_empty((query.shape[0], num_heads, rank))
-    torch.bmm(query[..., :nope].transpose(0, 1), weights.keys, out=out.transpose(0, 1))
-    return out
+    latent: Tensor = head_linear(query[..., : weights.keys.shape[1]], weights.keys)
+    return latent
 
 
 def _from_latents(mixed: Tensor, weights: _Weights) -> Tensor:
     """Take means of latents [T, H, rank] to values of all heads, [T, H * v_head_dim]."""
-    num_tokens, num_heads, _ = mixed.shape
-    out = mixed.new_empty((num_tokens, num_heads, weights.values.shape[2]))
-    torch.bmm(mixed.transpose(0, 1), weights.values, out=out.transpose(0, 1))
-    return out.view(num_tokens, -1)
+    heads: Tensor = head_linear(mixed, weights.values)
+    return heads.flatten(1)
 
 
 def bind_latent_decode(ins: LatentAttention, binding: Binding) -> Call:
