@@ -39,7 +39,7 @@ def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _head_linear_kernel(
     x_ptr,
     weight_ptr,
