@@ -17,6 +17,8 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     FalconConfig,
     Gemma2Config,
@@ -33,6 +35,7 @@ from transformers import (
     Jais2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -92,6 +95,22 @@ class Family(NamedTuple):
 
 
 _TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_LATENT_EXPERTS = {
+    **_LATENT,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES = {
     "llama": Family(LlamaConfig, 8, {}),
@@ -213,6 +232,38 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
+    "deepseek_v2": Family(
+        DeepseekV2Config,
+        44,
+        {
+            **_LATENT_EXPERTS,
+            "q_lora_rank": None,
+            "head_dim": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config,
+        51,
+        {
+            **_LATENT_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "minicpm3": Family(MiniCPM3Config, 7, {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4}),
     "olmoe": Family(OlmoeConfig, 84, {"num_experts": 6, "num_experts_per_tok": 2}),
     "gpt_oss": Family(
         GptOssConfig,
@@ -280,8 +331,10 @@ def without_choice(name: str) -> dict[str, Any]:
     In low precision tokens change experts at near ties, and their values with them.
     """
     fields = FAMILIES[name].fields
-    counts = [fields[key] for key in ("num_local_experts", "num_experts") if key in fields]
-    return {"num_experts_per_tok": counts[0]} if counts else {}
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = [fields[key] for key in keys if key in fields]
+    groups = {"n_group": 1, "topk_group": 1} if "n_group" in fields else {}
+    return {"num_experts_per_tok": counts[0], **groups} if counts else {}
 
 
 def tape_model(chain: Sequence[int], device: torch.device | str, vocab: int = 263) -> nn.Module:

@@ -28,6 +28,7 @@ SCRIPTS = [
     "lora",
     "mixing",
     "ops_attention",
+    "ops_latent",
     "ops_linear",
     "ops_lora",
     "prefill",

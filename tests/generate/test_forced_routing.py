@@ -16,7 +16,8 @@ from torch_paged.generate.support import zoo
 from torch_paged.patches import families
 from torch_paged.patches.families import read_spec
 
-MIXTURES = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt_oss")]
+_MORE = ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3")
+MIXTURES = [name for name in FAMILIES if "moe" in name or name in _MORE]
 
 
 def tier_of(model: Any) -> tuple[str, str]:

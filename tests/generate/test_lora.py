@@ -438,3 +438,26 @@ def test_an_engine_refuses_what_is_applied_in_generate(kind: str, device, accele
     with pytest.raises(UnsupportedModelError, match="applied by PEFT's own"):
         torch_paged.Engine(wrapped)
     assert not torch_paged.is_accelerated(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("targets", "tier"),
+    [
+        (["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"], "fused"),
+        # Its weight is taken apart, and the update would have to be too.
+        (["q_b_proj", "kv_b_proj"], "patched"),
+    ],
+    ids=["around", "within"],
+)
+def test_adapters_of_latent_attention(targets, tier, batch, device, accelerate) -> None:
+    ids, options = batch
+    base = tiny_family("deepseek_v3", device)
+    plain = greedy(copy.deepcopy(base), ids, **options)
+    model = with_adapter(base, target_modules=targets)
+    expected = greedy(copy.deepcopy(model), ids, **options)
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, **options), expected)
+    assert torch_paged.explain(model).last_call.path == tier
+    with model.disable_adapter():
+        assert torch.equal(greedy(model, ids, **options), plain)
+    assert not torch.equal(plain, expected)

@@ -103,6 +103,9 @@ def _routers() -> None:
             route_experts(
                 _rows(3, num_experts), top_k=top_k, scoring=scoring, correction=correction
             )
+    for num_experts, num_groups, best in ((33, 11, 2), (160, 8, 1)):
+        groups = {"num_groups": num_groups, "top_groups": 3, "group_best": best}
+        route_experts(_rows(3, num_experts), top_k=5, scoring="sigmoid", **groups)
 
 
 _add("route_experts", _routers)

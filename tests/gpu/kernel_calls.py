@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.expert_calls import EXPERT_CALLS
+from tests.gpu.latent_calls import LATENT_CALLS
 from tests.ops.paged_attention_case import DEVICE, Pool, make_pool
 from torch_paged.ops.advance import advance
 from torch_paged.ops.argmax import argmax
@@ -44,7 +45,7 @@ from torch_paged.ops.sample import sample, sample_with_scores
 from torch_paged.ops.token_logprobs import token_logprobs
 from torch_paged.ops.top_logprobs import top_logprobs
 
-CALLS: dict[str, Callable[[], None]] = dict(EXPERT_CALLS)
+CALLS: dict[str, Callable[[], None]] = EXPERT_CALLS | LATENT_CALLS
 
 # The interpreter has no bf16 products.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16

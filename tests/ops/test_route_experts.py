@@ -69,6 +69,48 @@ def test_choice_and_weights_match_the_oracle(
     torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def within_best_groups(merits: Tensor, groups: int, kept: int, best: int) -> Tensor:
+    """Rule out, token by token, the experts outside the best groups."""
+    out = torch.full_like(merits, float("-inf"))
+    size = merits.shape[1] // groups
+    for token, row in enumerate(merits.unflatten(1, (groups, size))):
+        scores = [float(group.sort(descending=True).values[:best].sum()) for group in row]
+        for group in sorted(range(groups), key=lambda g: -scores[g])[:kept]:
+            out[token, group * size : (group + 1) * size] = row[group]
+    return out
+
+
+@pytest.mark.parametrize("run", [_launch_route_experts, route_experts_reference])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept", "best", "top_k"),
+    [(8, 2, 1, 1, 3), (8, 4, 2, 2, 4), (15, 3, 2, 1, 5), (33, 11, 4, 2, 2), (160, 8, 3, 1, 6)],
+    ids=str,
+)
+def test_a_token_chooses_within_its_best_groups(
+    experts: int, groups: int, kept: int, best: int, top_k: int, scoring: str, run: object
+) -> None:
+    logits = randn(5, experts + 3)[:, :experts]
+    correction = 0.3 * randn(experts, seed=1)
+    weights, ids = run(logits, top_k, scoring, True, 2.5, correction, True, groups, kept, best)
+    wide = logits.double()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    merits = within_best_groups(scores + correction.double(), groups, kept, best)
+    chosen = merits.topk(top_k, dim=-1).indices
+    expected = scores.gather(-1, chosen)
+    expected = expected / expected.sum(-1, keepdim=True) * 2.5
+    assert torch.equal(ids, chosen.int())
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_groups_leave_every_id_an_expert_whatever_the_logits_are() -> None:
+    logits = torch.full((2, 9), float("nan"), device=DEVICE)
+    logits[1, 4] = 1.0
+    _, ids = _launch_route_experts(logits, 3, "sigmoid", num_groups=3, top_groups=2, group_best=2)
+    for row in ids.tolist():
+        assert len(set(row)) == 3 and all(0 <= expert < 9 for expert in row)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_weights_take_the_dtype_of_the_logits_unless_asked(
@@ -121,6 +163,11 @@ def test_no_tokens() -> None:
         ({"logits": torch.zeros(4, 3).T}, "contiguous rows"),
         ({"correction": torch.zeros(3)}, r"correction must be contiguous \[4\]"),
         ({"correction": torch.zeros(4), "scoring": "topk_softmax"}, "no meaning"),
+        ({"num_groups": 3}, "num_groups must divide 4 experts"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups be 1 to num_groups"),
+        ({"num_groups": 4, "top_groups": 1}, "must hold the 2 chosen ones"),
+        ({"num_groups": 2, "group_best": 3}, "got group_best=3"),
+        ({"num_groups": 2, "scoring": "topk_softmax"}, "groups have no meaning"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
@@ -134,6 +181,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(op, (torch.randn(3, 8), 2, "softmax"), {"normalise": True})
     arguments = (torch.randn(3, 8).bfloat16(), 2, "sigmoid", True, 2.5, torch.randn(8), True)
     torch.library.opcheck(op, arguments)
+    torch.library.opcheck(op, (*arguments, 4, 2, 2))
 
 
 def test_compiles_without_graph_breaks() -> None:

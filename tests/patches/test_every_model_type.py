@@ -32,6 +32,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiers  # noqa: E402
 
 # Settings that change the arithmetic of a type, where the default leaves them out.
+_MSCALE = {
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "beta_fast": 8.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}),
@@ -71,6 +78,16 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
+    "deepseek-v2-direct": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": _MSCALE}),
+    "deepseek-v3-yarn": ("deepseek_v3", {"rope_parameters": _MSCALE}),
+    "deepseek-v3-halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
+    "deepseek-v3-biases": ("deepseek_v3", {"attention_bias": True}),
+    "deepseek-v3-dynamic": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}},
+    ),
+    "youtu-direct": ("youtu", {"q_lora_rank": None}),
     "gemma-bidirectional": ("gemma", {"use_bidirectional_attention": True}),
     "gemma3-bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}),
     "olmo-clipped": ("olmo", {"clip_qkv": 0.5}),

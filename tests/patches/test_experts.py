@@ -176,7 +176,12 @@ def test_what_is_replaced_on_an_instance_takes_part(model_type: str, part: str) 
 @pytest.mark.parametrize(
     ("model_type", "changes", "tier", "reason"),
     [
-        ("dots1", {"n_group": 2, "topk_group": 1}, "fused", "chooses among groups of experts"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1},
+            "fused",
+            "its choice among groups of experts",
+        ),
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "fused", "norm_min=0.5"),
         ("olmoe", {"clip_qkv": 0.5}, "patched", "clip_qkv=0.5 has no fused form"),
         ("glm4_moe", {"use_qk_norm": True}, "patched", "use_qk_norm=True has no fused form"),
@@ -192,6 +197,22 @@ def test_settings_without_a_fused_form_are_named(
         report = torch_paged.explain(model)
     assert report.tier == report.last_call.path == tier
     assert reason in "; ".join((*report.reasons, *(row.why for row in report.slots)))
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_a_choice_among_groups_of_experts_is_fused(model_type: str) -> None:
+    changes = {"n_group": 2, "topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    if model_type == "deepseek_v2":
+        changes |= {"topk_method": "group_limited_greedy"}
+    model = zoo.tiny_model(model_type, **changes)
+    expected = generate(model)
+    router = last_experts(read_spec(model)).router
+    assert (router.num_groups, router.top_groups) == (2, 1)
+    with torch_paged.accelerated(model, on_unsupported="raise"):
+        assert torch.equal(generate(model), expected)
+        report = torch_paged.explain(model)
+    assert report.last_call.path == "fused" and "within 1 of 2 groups" in str(report)
+    assert not [row for row in report.slots if row.kind == "opaque"]
 
 
 def test_a_block_that_is_not_all_of_the_mlp_is_not_called_alone() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torch_paged.decoder.bind_attention import bind_decode_attention, bind_prefill_attention
 from torch_paged.decoder.bind_experts import bind_experts, bind_route, bind_sigmoid_gate
+from torch_paged.decoder.bind_latent import bind_latent_decode, bind_latent_prefill
 from torch_paged.decoder.bind_linear import bind_linear, call_module
 from torch_paged.decoder.bind_rare import bind_add_positions, bind_clip, bind_look_up_rotary
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
@@ -33,6 +34,7 @@ from torch_paged.decoder.plan import (
     SelectLast,
 )
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_latent import LatentAttention
 from torch_paged.decoder.plan_rare import AddPositions, Clip, LookUpRotary
 from torch_paged.decoder.rotary import inverse_frequencies, long_frequencies
 from torch_paged.decoder.slots import plain_slot
@@ -118,6 +120,10 @@ def _bind(instruction: Instruction, mode: Literal["decode", "prefill"], binding:
             if decode:
                 return bind_decode_attention(instruction, binding)
             return bind_prefill_attention(instruction, binding)
+        case LatentAttention():
+            if decode:
+                return bind_latent_decode(instruction, binding)
+            return bind_latent_prefill(instruction, binding)
         case Glu():
             return _bind_glu(instruction)
         case Add():

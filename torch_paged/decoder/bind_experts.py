@@ -45,6 +45,9 @@ def bind_route(ins: Route, binding: Binding) -> Call:
             spec.scale,
             correction,
             spec.float_weights,
+            spec.num_groups,
+            spec.top_groups,
+            spec.group_best,
         )
 
     return call

@@ -80,8 +80,8 @@ def _fusable(linear: Linear, pays: Pays) -> bool:
         return False
     weights = [linear.base.weight for linear in held]
     shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
-    # Two projections of one source are a gate and its up projection in every family.
-    return pays(shape, len(modules) == 2)
+    # Two projections alike of one source are a gate and its up projection in every family.
+    return pays(shape, len(modules) == 2 and len({w.shape for w in weights}) == 1)
 
 
 def _fit_kernel(linears: list[HeldLinear]) -> bool:

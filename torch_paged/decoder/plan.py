@@ -12,12 +12,14 @@ from typing import Literal
 
 from torch_paged.decoder.linears import linear_updates
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
+from torch_paged.decoder.plan_latent import LatentAttention
 from torch_paged.decoder.plan_rare import AddPositions, Clip, LookUpRotary
 from torch_paged.decoder.plan_values import OneSource, OneTarget
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
     DecoderSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -234,6 +236,7 @@ Instruction = (
     | Norm
     | Linear
     | Attention
+    | LatentAttention
     | Add
     | Glu
     | Activate
@@ -356,6 +359,9 @@ def _extend(out: list[Instruction], body: Iterator[Instruction]) -> str:
 
 def _lower_attention(layer: LayerSpec, index: int, source: str) -> Iterator[Instruction]:
     spec = layer.attention
+    if isinstance(spec, LatentAttentionSpec):
+        yield from _lower_latent_attention(spec, index, source)
+        return
     names = ("q", "k", "v") if spec.layout == "separate" else ("qkv",)
     values = tuple(f"{n}{index}" for n in names)
     yield Linear(spec.projections, source, values)
@@ -371,6 +377,22 @@ def _lower_attention(layer: LayerSpec, index: int, source: str) -> Iterator[Inst
         values = tuple(f"{name}c{index}" for name in names)
     tables = None if spec.rotary is None else (f"cos{spec.rotary}", f"sin{spec.rotary}")
     yield Attention(spec, index, values, tables, f"a{index}")
+    yield Linear((spec.output,), f"a{index}", (f"o{index}",))
+
+
+def _lower_latent_attention(
+    spec: LatentAttentionSpec, index: int, source: str
+) -> Iterator[Instruction]:
+    query, latent = f"q{index}", f"kv{index}"
+    if spec.query_norm is None:
+        yield Linear((*spec.query, spec.compress), source, (query, latent))
+    else:
+        first, second = spec.query
+        yield Linear((first, spec.compress), source, (f"qa{index}", latent))
+        yield Norm(spec.query_norm, f"qa{index}", f"qn{index}")
+        yield Linear((second,), f"qn{index}", (query,))
+    tables = (f"cos{spec.rotary}", f"sin{spec.rotary}")
+    yield LatentAttention(spec, index, query, latent, tables, f"a{index}")
     yield Linear((spec.output,), f"a{index}", (f"o{index}",))
 
 

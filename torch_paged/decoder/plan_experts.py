@@ -20,6 +20,8 @@ class Route(OneSource):
         spec = self.spec
         how = f"{spec.top_k} of {spec.num_experts}, {spec.scoring}"
         how += ", normalised" if spec.normalise else ""
+        if spec.top_groups < spec.num_groups:
+            how += f", within {spec.top_groups} of {spec.num_groups} groups"
         return f"{', '.join(self.targets)} = route[{spec.ref.name}: {how}]({self.source})"
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
+Rotation = Literal["pairs", "halves", "pairs_to_halves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,78 @@ class AttentionSpec:
     alibi_rounded: bool = False
     clip: float = 0.0
 
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The projections before and behind attention."""
+        return (*self.projections, self.output)
+
+    @property
+    def norms(self) -> tuple[NormSpec | None, ...]:
+        """The norms within attention."""
+        return (self.q_norm, self.k_norm)
+
+    @property
+    def cache_dims(self) -> tuple[int, int, int]:
+        """Heads of the cache, and the widths of a key and of a value in it."""
+        return (self.num_kv_heads, self.head_dim, self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: what the cache keeps of a token serves all heads.
+
+    A token leaves a normalised latent c and a rotated key k, both without heads. Head h attends by
+    ``q_h . (K_h c) + r_h . k`` to the values ``V_h c``; K_h and V_h are rows of `expand`.
+
+    Attributes:
+        query: the projection to the queries, or the two of a low-rank one.
+        query_norm: between these two.
+        compress: the projection to latent | key.
+        latent_norm: on the latent.
+        expand: holds (K_h | V_h) of head 0, then of head 1, ...
+        rank: width of the latent.
+        nope_dim, rope_dim: widths of q_h and r_h, in this order in the query.
+        scale: factor on the scores.
+        rotary: index into `DecoderSpec.rotaries`.
+        rotation: what turns: neighbouring "pairs", the two "halves", or pairs whose results are
+            kept as halves.
+    """
+
+    query: tuple[LinearSpec, ...]
+    query_norm: NormSpec | None
+    compress: LinearSpec
+    latent_norm: NormSpec
+    expand: LinearSpec
+    output: LinearSpec
+    num_heads: int
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    scale: float
+    rotary: int
+    rotation: Rotation
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The projections before, within and behind attention."""
+        return (*self.query, self.compress, self.expand, self.output)
+
+    @property
+    def norms(self) -> tuple[NormSpec | None, ...]:
+        """The norms within attention."""
+        return (self.query_norm, self.latent_norm)
+
+    @property
+    def cache_dims(self) -> tuple[int, int, int]:
+        """Heads of the cache, and the widths of a key (the latent) and of a value (the key)."""
+        return (1, self.rank, self.rope_dim)
+
+    @property
+    def window(self) -> int:
+        """It sees all tokens."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
@@ -179,6 +252,8 @@ class RouterSpec:
         correction: module and attribute of what is added to the scores for the choice alone.
         float_logits: logits are computed in float32 whatever the dtype of the model.
         float_weights: weights stay float32 instead of taking the dtype of the logits.
+        num_groups, top_groups: a token chooses within the best groups, where these differ.
+        group_best: as many of its experts make the merit of a group.
     """
 
     ref: ModuleRef
@@ -190,6 +265,9 @@ class RouterSpec:
     correction: tuple[ModuleRef, str] | None = None
     float_logits: bool = False
     float_weights: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +327,7 @@ class LayerSpec:
         adds_to_normed: what a branch adds goes to what it has read, ``x = norm(h); h = x + f(x)``.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MlpSpec | ExpertsSpec | OpaqueMlpSpec
     input_norm: NormSpec | None
     mlp_norm: NormSpec | None

@@ -114,19 +114,14 @@ class DecoderStep:
         """Operations of the projections of one token in a layer, about."""
         layers = self.spec.layers
         weights = sum(
-            _num_weights(*layer.attention.projections, layer.attention.output)
-            + _mlp_weights(layer.mlp)
-            for layer in layers
+            _num_weights(*layer.attention.linears) + _mlp_weights(layer.mlp) for layer in layers
         )
         return 2.0 * weights / max(len(layers), 1)
 
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Cache shape of every layer."""
-        return tuple(
-            LayerShape(a.num_kv_heads, a.head_dim, a.v_head_dim)
-            for a in (layer.attention for layer in self.spec.layers)
-        )
+        return tuple(LayerShape(*layer.attention.cache_dims) for layer in self.spec.layers)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch_paged.decoder.rotary import changing_rotaries
 from torch_paged.decoder.slots import hook_dicts
 from torch_paged.decoder.spec import (
+    AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentAttentionSpec,
     MlpSpec,
     ModuleRef,
     OpaqueMlpSpec,
@@ -32,14 +34,20 @@ def spec_modules(spec: DecoderSpec) -> list[ModuleRef]:
     norms = [spec.final_norm, spec.embedding_norm]
     for layer in spec.layers:
         attention = layer.attention
-        refs += [p.ref for p in (*attention.projections, attention.output)]
+        refs += [p.ref for p in attention.linears]
         refs += _mlp_modules(layer.mlp)
-        refs += [attention.sinks[0]] if attention.sinks else []
+        refs += _sinks(attention)
         norms += [layer.input_norm, layer.mlp_norm, layer.post_attention_norm]
-        norms += [layer.post_mlp_norm, attention.q_norm, attention.k_norm]
+        norms += [layer.post_mlp_norm, *attention.norms]
         norms += layer.sum_norms or ()
     refs += [norm.ref for norm in norms if norm is not None]
     return list({id(ref.module): ref for ref in refs}.values())
+
+
+def _sinks(attention: AttentionSpec | LatentAttentionSpec) -> list[ModuleRef]:
+    if isinstance(attention, LatentAttentionSpec) or attention.sinks is None:
+        return []
+    return [attention.sinks[0]]
 
 
 def _mlp_modules(mlp: MlpSpec | ExpertsSpec | OpaqueMlpSpec) -> list[ModuleRef]:
@@ -75,8 +83,7 @@ def never_called(spec: DecoderSpec) -> set[int]:
     if spec.positions is not None:
         found.add(id(spec.positions.ref.module))
     for layer in spec.layers:
-        if layer.attention.sinks is not None:
-            found.add(id(layer.attention.sinks[0].module))
+        found |= {id(ref.module) for ref in _sinks(layer.attention)}
         if isinstance(layer.mlp, ExpertsSpec):
             found |= {id(layer.mlp.ref.module), id(layer.mlp.router.ref.module)}
             if layer.mlp.router.correction is not None:

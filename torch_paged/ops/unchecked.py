@@ -15,6 +15,8 @@ for _name in (
     "experts",
     "fused_linear",
     "glu",
+    "head_linear",
+    "latent_attention",
     "lora_expand",
     "lora_shrink",
     "paged_attention",
@@ -33,6 +35,10 @@ experts = registered("experts")
 fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
+head_linear = registered("head_linear")
+latent_cache_write = registered("latent_cache_write")
+latent_decode_attention = registered("latent_decode_attention")
+latent_prefill_attention = registered("latent_prefill_attention")
 lora_expand_ = registered("lora_expand_")
 lora_shrink = registered("lora_shrink")
 paged_decode_attention = registered("paged_decode_attention")

@@ -13,7 +13,7 @@ from torch_paged.decoder.spec import (
     LayerSpec,
     MlpSpec,
 )
-from torch_paged.patches.llama_like import layer_norm, linear, ref
+from torch_paged.patches.parts import layer_norm, linear, ref
 from torch_paged.patches.refusal import SpecRefusal
 
 

@@ -97,8 +97,7 @@ def _read_router(model: Any, name: str, names: ExpertsNames, num_experts: int) -
     # Transformers keeps the sum of the weights above a bound that no sum comes near by default.
     if getattr(module, "norm_min", 0.0) > 1e-6:
         raise SpecRefusal(f"norm_min={module.norm_min!r} of {name} has no fused form")
-    if getattr(module, "num_group", 1) > 1:
-        raise SpecRefusal(f"{name} chooses among groups of experts first")
+    num_groups, top_groups = _read_groups(module, name, names, num_experts)
     normalise = names.normalise
     if normalise is None:
         normalise = bool(module.norm_topk_prob)
@@ -117,7 +116,26 @@ def _read_router(model: Any, name: str, names: ExpertsNames, num_experts: int) -
         correction=correction,
         float_logits=names.float_logits,
         float_weights=names.float_weights,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=max(names.group_best, 1),
     )
+
+
+def _read_groups(module: Any, name: str, names: ExpertsNames, num_experts: int) -> tuple[int, int]:
+    """Return how many groups of experts there are, and from how many of them a token chooses."""
+    method = getattr(module, "topk_method", None)
+    if method not in (None, "greedy", "group_limited_greedy"):
+        raise SpecRefusal(f"{name} chooses by {method!r}")
+    num_groups = int(getattr(module, "num_group", 1) or 1)
+    top_groups = int(getattr(module, "topk_group", num_groups) or num_groups)
+    if method == "greedy" or top_groups >= num_groups:
+        return 1, 1
+    size = num_experts // num_groups
+    # With fewer in its groups, Hugging Face goes on among experts that it has ruled out.
+    if not names.group_best or num_experts % num_groups or module.top_k > top_groups * size:
+        raise SpecRefusal(f"its choice among groups of experts in {name} has no fused form")
+    return num_groups, top_groups
 
 
 def _linear(model: Any, name: str) -> LinearSpec:

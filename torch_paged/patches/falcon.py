@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from torch_paged.decoder.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
-from torch_paged.patches.llama_like import activation_of, layer_norm, linear, ref
+from torch_paged.patches.parts import activation_of, layer_norm, linear, ref
 from torch_paged.patches.refusal import SpecRefusal
 from torch_paged.patches.rotary import rotary
 
@@ -30,10 +30,14 @@ def read_falcon(model: Any) -> DecoderSpec:
         rotaries=rotaries,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        cache_repeats=layers[0].attention.num_heads // layers[0].attention.num_kv_heads
-        if config.new_decoder_architecture
-        else 1,
+        cache_repeats=_cache_repeats(config),
     )
+
+
+def _cache_repeats(config: Any) -> int:
+    """Return how often transformers' cache has each head of keys and values."""
+    grouped = config.new_decoder_architecture
+    return int(config.num_attention_heads // config.num_kv_heads) if grouped else 1
 
 
 def _slopes(model: Any) -> tuple[float, ...]:

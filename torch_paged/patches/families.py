@@ -30,6 +30,7 @@ from torch_paged.patches.traits import (
     PACKED_MLP,
     PLAIN_MLP,
     POST_NORMS,
+    PRE_NORMS,
     SHARED_NORM,
     ExpertsNames,
     MlpNames,
@@ -77,8 +78,11 @@ _SIGMOID_EXPERTS = ExpertsNames(
     correction="e_score_correction_bias",
     float_logits=True,
     float_weights=True,
+    group_best=2,
     shared="mlp.shared_experts",
 )
+
+_LATENT = Traits(latent="config", experts=_SIGMOID_EXPERTS)
 
 # (module under transformers.models, class) -> how it departs from Llama
 LLAMA_LIKE: dict[tuple[str, str], Traits] = {
@@ -189,6 +193,28 @@ LLAMA_LIKE: dict[tuple[str, str], Traits] = {
             float_logits=True,
             shared="mlp.shared_experts",
         ),
+    ),
+    ("deepseek_v2.modeling_deepseek_v2", "DeepseekV2ForCausalLM"): Traits(
+        latent="pairs",
+        experts=ExpertsNames(
+            normalise=False,
+            float_logits=True,
+            float_weights=True,
+            group_best=1,
+            shared="mlp.shared_experts",
+        ),
+    ),
+    ("deepseek_v3.modeling_deepseek_v3", "DeepseekV3ForCausalLM"): _LATENT,
+    ("glm4_moe_lite.modeling_glm4_moe_lite", "Glm4MoeLiteForCausalLM"): _LATENT,
+    ("axk1.modeling_axk1", "AXK1ForCausalLM"): replace(
+        _LATENT, norms=PRE_NORMS._replace(post_mlp="mlp.post_mlp_layernorm")
+    ),
+    ("youtu.modeling_youtu", "YoutuForCausalLM"): Traits(latent="config"),
+    ("minicpm3.modeling_minicpm3", "MiniCPM3ForCausalLM"): Traits(
+        latent="halves",
+        scaled_embedding=True,
+        residual_scale="residual_scale",
+        hidden_divisor="logits_scaling",
     ),
 }
 

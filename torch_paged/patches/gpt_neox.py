@@ -10,7 +10,7 @@ from torch_paged.decoder.spec import (
     LayerSpec,
     MlpSpec,
 )
-from torch_paged.patches.llama_like import activation_of, layer_norm, linear, ref
+from torch_paged.patches.parts import activation_of, layer_norm, linear, ref
 from torch_paged.patches.rotary import rotary
 
 

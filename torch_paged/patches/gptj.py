@@ -12,7 +12,7 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     RotaryLookup,
 )
-from torch_paged.patches.llama_like import activation_of, layer_norm, linear, plain_ref, ref
+from torch_paged.patches.parts import activation_of, layer_norm, linear, plain_ref, ref
 from torch_paged.patches.refusal import SpecRefusal
 
 _TABLE = "embed_positions"

@@ -13,7 +13,7 @@ from torch_paged.decoder.spec import (
     MlpSpec,
     PositionsSpec,
 )
-from torch_paged.patches.llama_like import (
+from torch_paged.patches.parts import (
     activation_of,
     layer_norm,
     linear,

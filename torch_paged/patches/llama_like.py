@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from torch_paged.decoder.slots import override_reason
 from torch_paged.decoder.spec import (
     Activation,
     AttentionSpec,
@@ -15,75 +12,15 @@ from torch_paged.decoder.spec import (
     LayerSpec,
     LinearSpec,
     MlpSpec,
-    ModuleRef,
     NormSpec,
     OpaqueMlpSpec,
     RotarySpec,
 )
 from torch_paged.patches.experts import has_experts, read_experts
-from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.latent import read_latent_attention
+from torch_paged.patches.parts import activation_of, linear, norm, plain_ref, ref, refuse_set
 from torch_paged.patches.rotary import rotaries
-from torch_paged.patches.seams import is_output_capturing_hook
 from torch_paged.patches.traits import Traits
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-
-
-def ref(model: nn.Module, name: str) -> ModuleRef:
-    """Return the module of `model` at a dotted name."""
-    return ModuleRef(name, model.get_submodule(name))
-
-
-def linear(model: nn.Module, name: str, in_features: int, out_features: int) -> LinearSpec:
-    return LinearSpec(ref(model, name), in_features, out_features)
-
-
-def activation_of(name: object) -> Activation:
-    """Translate a config's activation name; refuses the ones without a kernel."""
-    if name not in _ACTIVATIONS:
-        raise SpecRefusal(f"activation {name!r} has no kernel")
-    return _ACTIVATIONS[str(name)]
-
-
-def norm(model: nn.Module, name: str, traits: Traits) -> NormSpec:
-    module_ref = ref(model, name)
-    module: Any = module_ref.module
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", traits.norm_eps)
-    if eps is None:
-        raise SpecRefusal(f"{name} has no epsilon that is known here")
-    return NormSpec(
-        module_ref, traits.norm_kind, float(eps), traits.norm_offset, traits.cast_before_gain
-    )
-
-
-def layer_norm(model: nn.Module, name: str) -> NormSpec:
-    """Read an nn.LayerNorm."""
-    module_ref = ref(model, name)
-    return NormSpec(module_ref, "layer", float(module_ref.module.eps))
-
-
-def plain_ref(model: Any, name: str) -> ModuleRef:
-    """Return a module that only its parameters are taken of; its own forward must not matter."""
-    found = ref(model, name)
-    reason = override_reason(found.module, ignore_hook=is_output_capturing_hook)
-    if reason:
-        raise SpecRefusal(f"{name} cannot be bypassed: {reason}")
-    return found
-
-
-def refuse_set(config: Any, *names: str) -> None:
-    """Refuse a config that sets a field whose arithmetic has no fused form."""
-    for name in names:
-        if getattr(config, name, None):
-            raise SpecRefusal(f"{name}={getattr(config, name)!r} has no fused form")
 
 
 def read_llama_like(
@@ -133,8 +70,9 @@ def _recompute_length(config: Any, traits: Traits, tables: dict[str, RotarySpec]
 
 
 def _logit_scale(config: Any, traits: Traits) -> float:
-    if traits.multipliers:
-        return 1.0 / float(config.logits_scaling)
+    divisor = "logits_scaling" if traits.multipliers else traits.hidden_divisor
+    if divisor is not None:
+        return 1.0 / float(getattr(config, divisor))
     return float(getattr(config, "logit_scale", None) or 1.0)
 
 
@@ -146,16 +84,28 @@ def _read_layer(model: Any, prefix: str, config: Any, table: int, traits: Traits
     def named(name: str | None) -> NormSpec | None:
         return None if name is None else norm(model, f"{prefix}.{name}", traits)
 
+    read = _read_attention if traits.latent is None else read_latent_attention
+    mlp = _read_feed_forward(model, prefix, config, traits)
+    within = names.post_mlp is not None and "." in names.post_mlp
+    if within and not isinstance(mlp, ExpertsSpec):
+        # A plain MLP has none, and a block that is called has it within.
+        names = names._replace(post_mlp=None)
     return LayerSpec(
-        _read_attention(model, f"{prefix}.self_attn", config, table, traits),
-        _read_feed_forward(model, prefix, config, traits),
+        read(model, f"{prefix}.self_attn", config, table, traits),
+        mlp,
         input_norm=named(names.input),
         mlp_norm=None if parallel else named(names.mlp),
         post_attention_norm=named(names.post_attention),
         post_mlp_norm=named(names.post_mlp),
         parallel=parallel,
-        residual_multiplier=float(config.residual_multiplier) if traits.multipliers else 1.0,
+        residual_multiplier=_residual_multiplier(model.get_submodule(prefix), config, traits),
     )
+
+
+def _residual_multiplier(layer: Any, config: Any, traits: Traits) -> float:
+    if traits.residual_scale is not None:
+        return float(getattr(layer, traits.residual_scale))
+    return float(config.residual_multiplier) if traits.multipliers else 1.0
 
 
 def _read_attention(

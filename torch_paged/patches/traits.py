@@ -14,7 +14,8 @@ class NormNames(NamedTuple):
     Attributes:
         input: before attention.
         mlp: before the feed-forward block; None in a parallel block that shares `input`.
-        post_attention, post_mlp: on what attention and feed-forward add to the residual.
+        post_attention, post_mlp: on what attention and feed-forward add to the residual; the
+            latter may be within the feed-forward block, and absent where that has no experts.
     """
 
     input: str | None
@@ -38,6 +39,8 @@ class ExpertsNames(NamedTuple):
         block: of the layer: the module with `router` and `experts`, or else a plain MLP.
         normalise: None asks the router's `norm_topk_prob`.
         correction: below the router, of the attribute that is added for the choice.
+        group_best: experts of a group that make its merit, for routers with groups; 0 where a
+            family's choice among groups has no fused form.
         clamped: the experts clamp gate and up, as gpt-oss does.
         shared: of the layer, the MLP that every token takes besides; it may be None there.
         shared_mlp: names of its projections.
@@ -52,6 +55,7 @@ class ExpertsNames(NamedTuple):
     correction: str | None = None
     float_logits: bool = False
     float_weights: bool = False
+    group_best: int = 0
     clamped: bool = False
     shared: str | None = None
     shared_mlp: MlpNames = MlpNames(("gate_proj", "up_proj"), "down_proj")
@@ -97,10 +101,14 @@ class Traits:
         experts: the experts of layers that have them.
         sinks: attention has learned sink logits under this name.
         interleaved: rotary turns neighbouring pairs instead of halves.
+        latent: attention is latent attention, which turns neighbouring pairs, halves, or what the
+            config's `rope_interleave` says.
         rotary_layers: the layers with rotary: all, those whose attention says `use_rope`, or
             those with a window.
         scaled_embedding: the embedding module multiplies by its `embed_scale`.
         multipliers: the config's multipliers on embeddings, residuals and logits apply.
+        residual_scale: attribute of a layer with the factor on what it adds to the residual.
+        hidden_divisor: field of the config that the hidden states are divided by for the logits.
         window: where a layer's window is found: on the attention module, or in the config for
             every layer, or nowhere.
         caps_scores: attention applies the `attn_logit_softcapping` that its module holds.
@@ -124,9 +132,12 @@ class Traits:
     experts: ExpertsNames | None = None
     sinks: str | None = None
     interleaved: bool = False
+    latent: Literal["pairs", "halves", "config"] | None = None
     rotary_layers: Literal["all", "use_rope", "windowed"] = "all"
     scaled_embedding: bool = False
     multipliers: bool = False
+    residual_scale: str | None = None
+    hidden_divisor: str | None = None
     window: Literal["module", "config", "none"] = "none"
     caps_scores: bool = True
     recomputes: bool = False

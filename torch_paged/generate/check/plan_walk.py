@@ -29,6 +29,8 @@ TITLES = {
     "k": "k projection",
     "v": "v projection",
     "qkv": "q, k and v in one projection",
+    "qa": "low-rank q projection",
+    "kv": "projection to latent and key",
     "qn": "q norm over the whole width",
     "kn": "k norm over the whole width",
     "a": "attention",

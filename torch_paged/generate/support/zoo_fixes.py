@@ -92,6 +92,7 @@ FIXES: dict[str, Fields] = {
     "hyperclovax": _MULTIPLIERS,
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), {"logit_scale": 0.8}),
     "deepseek_v2": {**_MLA, "num_experts_per_tok": 2},
+    "deepseek_v3": {**_MLA, "first_k_dense_replace": 1},
     "smollm3": {
         "no_rope_layers": [0, 1],
         "use_sliding_window": True,

@@ -24,6 +24,15 @@ def _hopper_or_newer(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+def may_serve(query: torch.Tensor) -> bool:
+    """Say whether `whole_prompt_attention` of such queries [num_tokens, ...] may be served."""
+    if query.device.type == "cpu":
+        return query.dtype == torch.float32
+    if query.dtype == torch.float32 or query.shape[0] < WHOLE_PROMPT_TOKENS:
+        return False
+    return query.is_cuda and _hopper_or_newer(query.device.index or 0)
+
+
 def whole_prompt_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor | None:
@@ -38,10 +47,13 @@ def whole_prompt_attention(
         [num_tokens, num_heads, v_head_dim], dtype of `query`.
     """
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    if query.device.type == "cpu" and query.dtype == torch.float32:
+    if not may_serve(query):
+        return None
+    if query.device.type == "cpu":
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
-    if not (query.is_cuda and _cudnn_serves(q, k, v)):
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    if not torch.backends.cuda.can_use_cudnn_attention(parameters):
         return None
     num_tokens = query.shape[0]
     if rest := -num_tokens % _LENGTH_STEP:
@@ -53,13 +65,4 @@ def whole_prompt_attention(
     return heads.squeeze(0).transpose(0, 1)[:num_tokens]
 
 
-def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    if q.shape[2] < WHOLE_PROMPT_TOKENS or q.dtype == torch.float32:
-        return False
-    if not _hopper_or_newer(q.device.index or 0):
-        return False
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-    return bool(torch.backends.cuda.can_use_cudnn_attention(parameters))
-
-
-__all__ = ["WHOLE_PROMPT_TOKENS", "whole_prompt_attention"]
+__all__ = ["WHOLE_PROMPT_TOKENS", "may_serve", "whole_prompt_attention"]
