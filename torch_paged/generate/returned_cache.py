@@ -49,6 +49,9 @@ def _can_lease(
     numbers = step.cache_layers
     if run.keeps == "nothing" or step.has_window or step.keeps_state or not numbers:
         return False
+    if step.cache_repeats > 1 or not columns.num_new:
+        # Heads are repeated there, or the model has filled it with the prompt itself.
+        return False
     if not seams.is_plain_dynamic_cache(cache) or not lease_seams.add_layers(cache, numbers):
         return False
     if seams.cache_length(cache) != columns.num_past:
