@@ -184,7 +184,13 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     embeds = call.model_kwargs.get("inputs_embeds")
     rows, width = (call.input_ids if embeds is None else embeds).shape[:2]
     if mask is not None and mask.shape[0] != rows:
-        return [f"the attention mask has {mask.shape[0]} rows, the prompts {rows}"]
+        if mask.shape[0] != 1:
+            # Indexed by transformers, it would end the use of a GPU.
+            raise ValueError(
+                f"attention_mask must have a row for each of {rows} prompts, got "
+                f"{list(mask.shape)}; pass the mask that belongs to input_ids"
+            )
+        return [f"one row of an attention mask for {rows} prompts"]
     positions = text_positions(call.model_kwargs.get("position_ids"))
     cache = seams.call_cache(call.model_kwargs)
     past = num_past_columns(cache)
