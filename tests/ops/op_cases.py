@@ -70,6 +70,7 @@ DECODE = (*POOL, TABLE, SLOTS, CONTEXT_LENS, _zeros(6))
 HEADS = (_randn(3, 4, 16), _randn(3, 2, 16), _randn(3, 2, 16) + 1)
 ROTATION = (_randn(3, 8), _randn(3, 8) + 1)
 GAINS = {"q_norm": _randn(16), "k_norm": _randn(16) + 1, "eps": 1e-6}
+LATENTS = (_randn(40, 1, 8, 32), _randn(40, 1, 8, 16) + 1)
 EXPERTS = (_randn(4, 12, 16), _randn(4, 16, 6), _randn(4, 12), _randn(4, 16))
 
 CASES = {
@@ -135,6 +136,33 @@ CASES = {
         },
     ),
     "glu": Case((_randn(3, 20), _randn(3, 20) + 1), {"activation": "silu"}),
+    "head_linear": Case((_randn(3, 4, 16), _randn(4, 16, 24))),
+    "latent_cache_write": Case(
+        (
+            _randn(3, 4, 32),
+            _randn(3, 48),
+            *ROTATION,
+            *LATENTS,
+            _randn(32),
+        ),
+        {"eps": 1e-6, "rotation": "pairs_to_halves", "slot_mapping": _longs(5, -1, 17)},
+    ),
+    "latent_decode_attention": Case(
+        (_randn(3, 4, 32), _randn(3, 4, 16), *LATENTS, TABLE, SLOTS, CONTEXT_LENS),
+        {"scale": 0.25},
+    ),
+    "latent_prefill_attention": Case(
+        (
+            _randn(7, 4, 32),
+            _randn(7, 4, 16),
+            *LATENTS,
+            TABLE,
+            SLOTS,
+            _ints(0, 2, 5, 7),
+            COUNTS,
+        ),
+        {"scale": 0.25},
+    ),
     "lora_expand_": Case((_randn(3, 20), _randn(3, 4), _randn(20, 4)), {"scale": 0.5}),
     "lora_shrink": Case(
         (_randn(3, 32), [_randn(4, 32), _randn(2, 32)], _randn(32)), {"norm": True, "eps": 1e-6}

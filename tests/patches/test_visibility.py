@@ -1,5 +1,7 @@
 """Windows are read out of mask functions, and anything else is refused."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -50,11 +52,13 @@ def test_a_cache_that_forgets_more_than_the_masks_hide_is_refused():
         PatchedStep(zoo.tiny_model("moshi"))
 
 
-def test_latents_in_the_cache_are_returned_as_the_model_keeps_them():
+def test_latents_in_the_cache_are_returned_as_the_model_keeps_them(monkeypatch):
     model = zoo.tiny_model("deepseek_v3")
     ids = torch.arange(3, 24)[None]
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(ids, **options)
+    refusal = SpecRefusal("the fused tier is switched off")
+    monkeypatch.setattr("torch_paged.generate.session.read_spec", mock.Mock(side_effect=refusal))
     torch_paged.accelerate(model)
     got = model.generate(ids, **options)
     name = "cache" if "cache" in got else "past_key_values"

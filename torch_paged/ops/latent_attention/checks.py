@@ -67,9 +67,12 @@ def check_place(
     if any(by_rows) == (slot_mapping is not None) or any(by_rows) != all(by_rows):
         raise ValueError("give either slot_mapping, or block_table, slots and context_lens")
     if slot_mapping is not None and (
-        slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,)
+        slot_mapping.dtype != torch.int64
+        or slot_mapping.shape != (num_tokens,)
+        or not slot_mapping.is_contiguous()
     ):
         raise ValueError(
-            f"slot_mapping must be int64 [{num_tokens}], got {slot_mapping.dtype} "
-            f"{list(slot_mapping.shape)}; call .long()"
+            f"slot_mapping must be contiguous int64 [{num_tokens}], got {slot_mapping.dtype} "
+            f"{list(slot_mapping.shape)} with strides {slot_mapping.stride()}; call "
+            ".long().contiguous()"
         )

@@ -131,10 +131,12 @@ def latent_prefill_attention(
     if not torch.compiler.is_compiling():
         check_queries(latent_query, rope_query, latent_cache, rope_cache, scale)
         check_slots(block_table, slots, context_lens)
-        if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (slots.shape[0] + 1,):
+        is_bounds = cu_seqlens_q.shape == (slots.shape[0] + 1,) and cu_seqlens_q.is_contiguous()
+        if cu_seqlens_q.dtype != torch.int32 or not is_bounds:
             raise TypeError(
-                f"cu_seqlens_q must be int32 [{slots.shape[0] + 1}], got {cu_seqlens_q.dtype} "
-                f"{list(cu_seqlens_q.shape)}; call .int()"
+                f"cu_seqlens_q must be contiguous int32 [{slots.shape[0] + 1}], got "
+                f"{cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)} with strides "
+                f"{cu_seqlens_q.stride()}; call .int().contiguous()"
             )
     return _latent_prefill_attention(
         latent_query,
