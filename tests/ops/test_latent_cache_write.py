@@ -175,7 +175,10 @@ def test_compiles_without_graph_breaks() -> None:
         ({"norm_weight": torch.zeros(31)}, r"norm_weight must be contiguous \[32\]"),
         ({"slot_mapping": None}, "give either slot_mapping, or"),
         ({"slots": torch.zeros(2, dtype=torch.int32)}, "give either slot_mapping, or"),
-        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, "slot_mapping must be contiguous int64"),
+        (
+            {"slot_mapping": torch.zeros(2, dtype=torch.int32)},
+            "slot_mapping must be contiguous int64",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
