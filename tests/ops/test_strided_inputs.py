@@ -155,8 +155,9 @@ def _misread(name: str, place: Place, kind: str) -> str:
     arguments = _copied(_bound(name))
     tensor = dict(_tensors(arguments))[place]
     view = VIEWS[kind](argument, tensor)
-    # Rows of a step have slots, and tokens places, of their own.
+    # Rows of a step have slots, tokens places, and what is written blocks, of their own.
     alone = argument in ("slots", "dst", "slot_mapping") or _is_written(name, argument)
+    alone |= (name, argument) == ("fused_decode_attention", "block_table")
     if view.is_contiguous() or (kind == "expanded" and alone):
         return ""
     expected = functools.partial(_from_copies, name)

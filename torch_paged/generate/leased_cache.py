@@ -123,11 +123,11 @@ class CacheLease:
         """
         if self._is_over:
             return
+        self._check_capture()  # before streams are put in order, which would spoil the capture
         with self.turn():
             if self._is_over:  # meanwhile
                 return
             layers = self._own_layers()
-            self._check_capture()
             with _as_in_generate():
                 tensors = self._copied_out([lease_seams.lent_place(layer) for layer in layers])
             for layer, (keys, values) in zip(layers, tensors, strict=True):
