@@ -17,8 +17,10 @@ from torch_paged.ops.fused_linear import (
 from torch_paged.ops.fused_linear.configs import (
     Config,
     GemvConfig,
+    PlainTileGemmConfig,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
 )
 from torch_paged.ops.glu import ACTIVATIONS, activation_reference
 
@@ -29,6 +31,13 @@ SMALL_GEMM = SmallGemmConfig(rows=16, chunks=1, warps=2, splits=1)
 SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
 TILE_GEMM = TileGemmConfig(rows=16, block_k=32, warps=4, splits=1, stages=2)
 TILE_SPLIT = TileGemmConfig(rows=16, block_k=16, warps=4, splits=2, stages=2)
+PLAIN_TILE = PlainTileGemmConfig(rows=16, block_k=32, warps=4, splits=2, stages=2)
+# The tensor cores of Hopper take 64 output features at least.
+WIDE = WideGemmConfig(rows=64, tokens=16, block_k=64, warps=4, splits=1, stages=2)
+WIDE_SPLIT = WideGemmConfig(rows=64, tokens=32, block_k=64, warps=4, splits=2, stages=2)
+
+TMA = DEVICE == "cpu" or torch.cuda.get_device_capability()[0] >= 9
+needs_tma = pytest.mark.skipif(not TMA, reason="needs the tile copies of Hopper")
 
 KERNELS = [
     pytest.param(torch.float32, GEMV, id="gemv-fp32"),
@@ -39,12 +48,18 @@ KERNELS = [
     pytest.param(torch.bfloat16, SPLIT, id="split-bf16"),
     pytest.param(torch.float16, TILE_GEMM, id="tile_gemm-fp16"),
     pytest.param(torch.bfloat16, TILE_SPLIT, id="tile_split-bf16"),
+    pytest.param(torch.bfloat16, PLAIN_TILE, id="plain_tile-bf16"),
+    pytest.param(torch.float16, WIDE, id="wide-fp16", marks=needs_tma),
+    pytest.param(torch.bfloat16, WIDE_SPLIT, id="wide_split-bf16", marks=needs_tma),
 ]
-SOME_KERNELS = [KERNELS[0], KERNELS[4], KERNELS[7]]
+# The tile copies cannot read rows that start off 16 bytes.
+ANY_ALIGNMENT = KERNELS[:-2]
+SOME_KERNELS = [KERNELS[0], KERNELS[4], KERNELS[7], KERNELS[10]]
 HALF_KERNELS = [
     pytest.param(GEMV, id="gemv"),
     pytest.param(SPLIT, id="split"),
     pytest.param(TILE_GEMM, id="tile_gemm"),
+    pytest.param(WIDE_SPLIT, id="wide", marks=needs_tma),
 ]
 
 
@@ -215,7 +230,7 @@ def test_any_size_matches_the_oracle(
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 8])
-@pytest.mark.parametrize(("dtype", "config"), KERNELS)
+@pytest.mark.parametrize(("dtype", "config"), ANY_ALIGNMENT)
 def test_row_strides_and_alignments_are_free(
     dtype: torch.dtype, config: Config, first: int
 ) -> None:

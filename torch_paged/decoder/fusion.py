@@ -16,21 +16,23 @@ from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
 from torch_paged.decoder.plan_experts import Experts
 from torch_paged.decoder.slots import plain_slot
-from torch_paged.ops.fused_linear import MAX_RANK
+from torch_paged.ops.fused_linear import MAX_RANK, Folds, tma_serves
 
 # Says of a layer (output features over all parts, input features), and whether its two parts are
-# a gate and its up projection, that one kernel with the neighbours folded in pays.
-Pays = Callable[[tuple[int, int], bool], bool]
+# a gate and its up projection, which neighbours one kernel for it pays to take in.
+Pays = Callable[[tuple[int, int], bool], Folds]
 
 
-def always(shape: tuple[int, int], gated: bool) -> bool:
+def always(shape: tuple[int, int], gated: bool) -> Folds:
     """Fold the neighbours into every layer, as at small batch."""
-    return True
+    return "all"
 
 
 @dataclass(frozen=True, slots=True)
 class FusionProfile:
-    """Which rules apply: linears that `linears` says pay take neighbours, norms take adds always.
+    """Which rules apply: linears take the neighbours that `linears` names, norms take adds always.
+
+    A linear that takes what follows but no norm is one kernel for all of its parts.
 
     `linears` None leaves all linears to torch.
     """
@@ -55,6 +57,8 @@ def fuse(plan: Plan, profile: FusionProfile) -> Plan:
     instructions = list(plan.instructions)
     for rule in rules:
         instructions = _apply(rule, instructions, plan.result)
+    if pays is not None:
+        instructions = [_one_kernel(ins, pays) for ins in instructions]
     return Plan(plan.mode, tuple(instructions))
 
 
@@ -71,17 +75,25 @@ def _apply(rule: Rule, instructions: list[Instruction], result: str) -> list[Ins
     return out
 
 
-def _fusable(linear: Linear, pays: Pays) -> bool:
+def _folds(linear: Linear, pays: Pays) -> Folds:
     modules = [part.ref.module for part in linear.parts]
-    if any(linear_slot(module).kind != "fused" for module in modules):
-        return False
+    if len(modules) > 3 or any(linear_slot(module).kind != "fused" for module in modules):
+        return "none"
     held = [held_linear(module) for module in modules]
     if len({linear.base.weight.dtype for linear in held}) != 1 or not _fit_kernel(held):
-        return False
+        return "none"
     weights = [linear.base.weight for linear in held]
     shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
     # Two projections alike of one source are a gate and its up projection in every family.
-    return pays(shape, len(modules) == 2 and len({w.shape for w in weights}) == 1)
+    folds = pays(shape, len(modules) == 2 and len({w.shape for w in weights}) == 1)
+    return "none" if folds == "epilogue" and not tma_serves(weights) else folds
+
+
+def _one_kernel(instruction: Instruction, pays: Pays) -> Instruction:
+    """Make a linear whose kernel leaves the norm to others one kernel, without neighbours too."""
+    if isinstance(instruction, Linear) and _folds(instruction, pays) == "epilogue":
+        return replace(instruction, one_kernel=True)
+    return instruction
 
 
 def _fit_kernel(linears: list[HeldLinear]) -> bool:
@@ -104,7 +116,7 @@ def _norm_linear(
         return None
     if first.spec.kind != "rms" or plain_slot(first.spec.ref.module).kind != "fused":
         return None
-    if not _fusable(second, pays) or not _same_dtype(first, second):
+    if _folds(second, pays) != "all" or not _same_dtype(first, second):
         return None
     return replace(second, source=first.source, norm=first.spec)
 
@@ -122,7 +134,11 @@ def _linear_glu(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Glu):
         return None
-    if len(first.parts) != 2 or second.projections != first.targets or not _fusable(first, pays):
+    if (
+        len(first.parts) != 2
+        or second.projections != first.targets
+        or _folds(first, pays) == "none"
+    ):
         return None
     if any(uses[target] != 1 for target in first.targets):
         return None
@@ -134,7 +150,7 @@ def _linear_activation(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Activate):
         return None
-    if len(first.parts) != 1 or first.targets != (second.source,) or not _fusable(first, pays):
+    if len(first.parts) != 1 or first.targets != (second.source,) or _folds(first, pays) == "none":
         return None
     if first.activation is not None or uses[second.source] != 1:
         return None
@@ -146,7 +162,7 @@ def _linear_residual(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Add):
         return None
-    if len(first.parts) != 1 or first.targets != (second.right,) or not _fusable(first, pays):
+    if len(first.parts) != 1 or first.targets != (second.right,) or _folds(first, pays) == "none":
         return None
     if first.activation is not None or second.multiplier != 1.0 or uses[second.right] != 1:
         return None

@@ -101,6 +101,7 @@ class Linear:
 
     Without an epilogue there is a target for each part. `gated` combines (gate, up) into one
     target; `activation` alone applies to a single part; `residual` is added to a single part.
+    `one_kernel`: one call serves all parts even where neither norm nor epilogue asks for it.
     """
 
     parts: tuple[LinearSpec, ...]
@@ -110,6 +111,7 @@ class Linear:
     activation: Activation | None = None
     gated: bool = False
     residual: str | None = None
+    one_kernel: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
