@@ -286,7 +286,7 @@ def _many_rows_rule(key: tuple[int, int], problem: Problem) -> Config:
     if key[0] != 90 or not WIDE_UNLESS_MEASURED:
         return Composed()
     streams = 2 if problem.gated else 1
-    num_rows = problem.num_rows // streams
+    num_rows = -(-problem.num_rows // streams)
     # Large tiles read x from L2 less often, but must occupy most of the device.
     rows, least = (128, 64) if problem.gated else (256, 128)
     num_tiles = -(-problem.num_tokens // 128)
