@@ -21,15 +21,18 @@ from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, t
 
 
 @triton.jit
-def _prefetch_rows(row_ptrs, wanted, NBYTES: tl.constexpr):
-    """Ask for the first bytes of rows, a multiple of 16, in L2: hints that nothing waits for."""
-    address = row_ptrs.to(tl.int64, bitcast=True)
-    nbytes = tl.full(address.shape, NBYTES, tl.int32)
+def _prefetch_rows(row_ptrs, wanted, PREFETCH: tl.constexpr, ROWS: tl.constexpr):
+    """Ask for the first PREFETCH bytes of rows [ROWS, 1] in L2: hints that nothing waits for."""
+    # A piece for each of 256 threads; two with the same piece would both ask for it.
+    PIECES: tl.constexpr = 256 // ROWS if PREFETCH * ROWS >= 256 * 16 else 1
+    NBYTES: tl.constexpr = PREFETCH // PIECES // 16 * 16
+    address = row_ptrs.to(tl.int64, bitcast=True) + tl.arange(0, PIECES)[None, :] * NBYTES
+    wanted = tl.broadcast_to(wanted, [ROWS, PIECES]).to(tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
         "=r,l,r,r",
-        [address, wanted.to(tl.int32), nbytes],
+        [address, wanted, tl.full([ROWS, PIECES], NBYTES, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -141,9 +144,9 @@ def _wide_gemm_kernel(
         # Past the last row of x no program has anything to read.
         wanted = (rows < n) & (first_k + PREFETCH // SIZE <= K) & (first_token == 0)
         offsets = rows.to(tl.int64) * VEC
-        _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH)
+        _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
         if GATED:
-            _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH)
+            _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
     r_token = tl.arange(0, TOKENS)[None, :]
     tokens = first_token + r_token
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
