@@ -39,12 +39,12 @@ from torch_paged.ops.fused_linear.configs import (
     Config,
     GemvConfig,
     NormOutside,
-    WideGemmConfig,
     device_key,
     size_class,
     token_bucket,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.paged_attention.config import SHORT_TOKENS
 from torch_paged.ops.unchecked import add_rms_norm, glu, rms_norm
 

@@ -12,7 +12,6 @@ from benchmarks.timing import default_device
 from torch_paged.ops.fused_linear import NUM_COUNTERS
 from torch_paged.ops.fused_linear.configs import (
     ALWAYS_KERNEL_ROWS,
-    WIDE_SHARED_BYTES,
     Composed,
     Config,
     GemvConfig,
@@ -20,11 +19,14 @@ from torch_paged.ops.fused_linear.configs import (
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
     choose_config,
     device_key,
     token_bucket,
-    wide_stage_bytes,
+)
+from torch_paged.ops.fused_linear.wide_config import (
+    SHARED_BYTES,
+    ranked_configs,
+    stage_bytes,
 )
 
 BF16 = torch.bfloat16
@@ -116,7 +118,7 @@ def candidates(layer: Layer, num_tokens: int) -> list[Config]:
         found += _small_gemm_candidates(layer, num_tokens, streams)
     if num_tokens > ALWAYS_KERNEL_ROWS:
         found += [Composed(), *_wide_candidates(layer, num_tokens, streams)]
-        found += _plain_tile_candidates(layer, num_tokens, streams)
+        found += _plain_tile_candidates(layer, streams)
     elif num_tokens > 2:
         found += _tile_gemm_candidates(layer, num_tokens, streams)
         found += _one_tile_candidates(layer, num_tokens, streams)
@@ -202,37 +204,26 @@ def _one_tile_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Co
 
 
 def _wide_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
-    """Return those that fill the device once, with one program a multiprocessor and with two."""
-    found: list[Config] = []
-    rows_of_layer = layer.num_rows // streams
-    shapes = [(64, 128, 64), (128, 128, 64), (256, 128, 64), (128, 128, 128)]
-    if num_tokens > 128:
-        shapes = [(64, 256, 64), (128, 256, 64), (64, 128, 64), (128, 128, 64), (256, 128, 64)]
-    for rows, tokens, block_k in shapes:
-        if rows * streams > 256 or rows * streams * tokens > 256 * 128:
-            continue
-        blocks = -(-rows_of_layer // rows) * -(-num_tokens // tokens)
-        tiles = -(-layer.in_features // block_k)
-        if rows == 64 and blocks >= 2 * NUM_PROCESSORS:
-            continue  # x would be read more than the weights
-        for each in (1, 2):
-            stage = wide_stage_bytes(rows * streams, tokens, block_k)
-            stages = min(WIDE_SHARED_BYTES // each // stage, 6)
-            splits = max(min(each * NUM_PROCESSORS // blocks, tiles // 4, 8), 1)
-            if stages < 3 or (each == 2 and blocks * splits <= NUM_PROCESSORS):
-                continue
-            found.append(WideGemmConfig(rows, tokens, block_k, 8, splits, stages))
-            if splits >= 6 and each == 1:
-                found.append(WideGemmConfig(rows, tokens, block_k, 8, splits // 2, stages))
+    """Return the four tiles that should be the quickest, the two best in further forms."""
+    ranked = ranked_configs(
+        NUM_PROCESSORS, num_tokens, layer.num_rows, layer.in_features, layer.gated
+    )
+    best = list({(c.rows, c.tokens): c for c in reversed(ranked)}.values())
+    best = sorted(best, key=ranked.index)[:4]
+    found: list[Config] = list(best)
+    if best[0].splits > 1:
+        found += [c for c in ranked if c[:2] == best[0][:2]][1:2]
+    for config in best[:2]:
+        stage = stage_bytes(config.rows * streams, config.tokens, 64)
+        # Two programs, or this one and the next kernel's, on a multiprocessor.
+        if SHARED_BYTES // 2 >= 3 * stage:
+            found.append(config._replace(stages=SHARED_BYTES // 2 // stage))
+        if config.stages >= 6 and layer.in_features >= 512 * config.splits:
+            found.append(config._replace(block_k=128, stages=config.stages // 2))
     return found
 
 
-def _plain_tile_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
-    found: list[Config] = []
-    for rows, block_k, stages in ((64, 64, 4), (128, 64, 4)):
-        blocks = -(-layer.num_rows // (streams * rows))
-        shared = stages * wide_stage_bytes(rows * streams, token_bucket(num_tokens), block_k)
-        if shared <= 200 << 10 and rows * streams <= 128:
-            splits = max(min(NUM_PROCESSORS // blocks, layer.in_features // 256, 8), 1)
-            found.append(PlainTileGemmConfig(rows, block_k, 8, splits, stages))
-    return found
+def _plain_tile_candidates(layer: Layer, streams: int) -> list[Config]:
+    blocks = -(-layer.num_rows // (streams * 64))
+    splits = max(min(NUM_PROCESSORS // blocks, layer.in_features // 256, 8), 1)
+    return [PlainTileGemmConfig(64, 64, 8, splits, 4)]

@@ -26,9 +26,9 @@ from torch_paged.ops.fused_linear.configs import (
     GemvConfig,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
 from torch_paged.ops.lora_expand import lora_expand_
 from torch_paged.ops.lora_shrink import lora_shrink

@@ -20,8 +20,8 @@ from torch_paged.ops.fused_linear.configs import (
     PlainTileGemmConfig,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
 )
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.glu import ACTIVATIONS, activation_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

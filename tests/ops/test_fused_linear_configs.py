@@ -17,15 +17,17 @@ from torch_paged.ops.fused_linear.configs import (
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
     choose_config,
     folds,
     size_class,
     tma_serves,
     token_bucket,
-    wide_stage_bytes,
 )
 from torch_paged.ops.fused_linear.table import TABLE
+from torch_paged.ops.fused_linear.wide_config import (
+    WideGemmConfig,
+    stage_bytes,
+)
 
 H200 = (90, 132)
 ENTRIES = [(key, shape, entry) for key, t in TABLE.items() for shape, entry in t.items()]
@@ -47,7 +49,7 @@ def assert_valid(config: object, problem: Problem) -> None:
         # The tensor cores take 64 rows, the copies boxes of 256 and whole lines of 128 bytes.
         assert 64 <= config.rows <= 256 and config.tokens <= 256 and config.block_k % 64 == 0
         assert rows * config.tokens <= 128 * 32 * config.warps
-        stages = config.stages * wide_stage_bytes(rows, config.tokens, config.block_k)
+        stages = config.stages * stage_bytes(rows, config.tokens, config.block_k)
         assert config.stages >= 2 and stages <= 224 << 10
     else:
         streams = 1 + problem.gated

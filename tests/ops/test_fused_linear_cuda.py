@@ -12,8 +12,9 @@ from torch_paged.ops.fused_linear import (
     fused_linear,
     fused_linear_reference,
 )
-from torch_paged.ops.fused_linear.configs import TileGemmConfig, WideGemmConfig
+from torch_paged.ops.fused_linear.configs import TileGemmConfig
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

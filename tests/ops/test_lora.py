@@ -20,8 +20,8 @@ from torch_paged.ops.fused_linear.configs import (
     GemvConfig,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
 )
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.glu import activation_reference
 from torch_paged.ops.lora_shrink import lora_shrink, lora_shrink_reference
 

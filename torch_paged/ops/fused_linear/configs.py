@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_paged.ops.fused_linear.table import TABLE
+from torch_paged.ops.fused_linear.wide_config import WideGemmConfig, ranked_configs
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
@@ -74,20 +75,6 @@ class PlainTileGemmConfig(NamedTuple):
     """`TileGemmConfig` with the norm in a kernel of its own before it."""
 
     rows: int
-    block_k: int
-    warps: int
-    splits: int
-    stages: int
-
-
-class WideGemmConfig(NamedTuple):
-    """Hopper's tensor cores: tiles of `rows` output features x `tokens` rows of x, no norm inside.
-
-    `stages` tiles of `block_k` elements of both are in flight.
-    """
-
-    rows: int
-    tokens: int
     block_k: int
     warps: int
     splits: int
@@ -162,7 +149,10 @@ def choose_config(
         return _gemv_rule(key, problem, 8) if problem.num_tokens <= 8 else Composed()
     config = _measured(key, problem)
     if config is None:
-        config = _rule(key, problem) if always else _many_rows_rule(key, problem)
+        if always:
+            config = _rule(key, problem)
+        else:
+            config = _many_rows_rule(key, problem) if WIDE_UNLESS_MEASURED else Composed()
     if can_split or isinstance(config, (GemvConfig, Composed)):
         return config
     config = config._replace(splits=1)
@@ -200,9 +190,6 @@ def tma_serves(tensors: Iterable[torch.Tensor]) -> bool:
 
 # How many half octaves, over both dimensions, a measured shape may be away.
 _NEAR = 4
-
-# Shared memory that the tiles in flight of a wide program may take.
-WIDE_SHARED_BYTES = 200 << 10
 
 # Tiles this deep are for programs that have just one: several in flight would not fit.
 ONE_TILE_BLOCK_K = 256
@@ -281,24 +268,9 @@ def _tile_gemm_rule(key: tuple[int, int], problem: Problem) -> TileGemmConfig:
     return TileGemmConfig(64, 64, 4, min(splits, 8), 4)
 
 
+@functools.cache
 def _many_rows_rule(key: tuple[int, int], problem: Problem) -> Config:
     """Return the wide kernel where it runs: it needs Hopper's copies and tensor cores."""
-    if key[0] != 90 or not WIDE_UNLESS_MEASURED:
+    if key[0] != 90:
         return Composed()
-    streams = 2 if problem.gated else 1
-    num_rows = -(-problem.num_rows // streams)
-    # Large tiles read x from L2 less often, but must occupy most of the device.
-    rows, least = (128, 64) if problem.gated else (256, 128)
-    num_tiles = -(-problem.num_tokens // 128)
-    while rows > least and 5 * num_rows * num_tiles < 3 * key[1] * rows:
-        rows //= 2
-    num_blocks = -(-num_rows // rows) * num_tiles
-    most = max(problem.in_features // (4 * 64), 1)
-    splits = max(min(key[1] // num_blocks, most, 8), 1)
-    stages = WIDE_SHARED_BYTES // wide_stage_bytes(rows * streams, 128, 64)
-    return WideGemmConfig(rows, 128, 64, 8, splits, min(stages, 6))
-
-
-def wide_stage_bytes(rows: int, tokens: int, block_k: int) -> int:
-    """Return the shared memory of one stage; `rows` of weights over gate and up."""
-    return 2 * block_k * (rows + tokens)
+    return ranked_configs(key[1], *problem)[0]

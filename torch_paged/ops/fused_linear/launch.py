@@ -18,7 +18,6 @@ from torch_paged.ops.fused_linear.configs import (
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
-    WideGemmConfig,
     choose_config,
     device_key,
     tma_serves,
@@ -27,6 +26,7 @@ from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
+from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, WideGemmConfig
 from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.rms_norm import _launch_rms_norm
@@ -85,8 +85,9 @@ def _launch_fused_linear(
         config = Composed()
     elif config is None:
         config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
-        if isinstance(config, WideGemmConfig) and not tma_serves((x, *weights)):
-            config = Composed()
+        if isinstance(config, WideGemmConfig):
+            served = num_rows <= MAX_FEATURES and tma_serves((x, *weights))
+            config = config if served else Composed()
     if isinstance(config, Composed):
         return fused_linear_reference(
             x,
@@ -306,10 +307,10 @@ def _start_wide_gemm(
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     num_tiles = triton.cdiv(x.shape[0], tokens)
     splits = min(config.splits, triton.cdiv(in_features, block_k))
-    slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
+    slot = rows * tokens * (2 if constants["GATED"] else 1)
     splits, *scratch = _split_scratch(splits, num_blocks * num_tiles, slot, counters, pointers[-1])
     share = block_k * triton.cdiv(in_features, block_k * splits)
-    _wide_gemm_kernel[(num_tiles, num_blocks, splits)](
+    _wide_gemm_kernel[(splits, num_tiles, num_blocks)](
         _descriptor(x, tokens, block_k),
         *(_descriptor(weight, rows, block_k) for weight in weights),
         *(None for _ in range(3 - len(weights))),
@@ -321,9 +322,13 @@ def _start_wide_gemm(
         ROWS=rows,
         BLOCK_K=block_k,
         SPLITS=splits,
+        # Of a share of fewer rows the update's product would not run on tensor cores.
+        SHARE=max(rows // triton.next_power_of_2(splits), 16),
         STAGES=config.stages,
         PREFETCH=min(_PREFETCH_BYTES, min(share, in_features) * size // 16 * 16),
         UPCAST=INTERPRETED,
+        # The interpreter runs one program after the other.
+        TOGETHER=not INTERPRETED,
         num_warps=config.warps,
         num_stages=1,
     )

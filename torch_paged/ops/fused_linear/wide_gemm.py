@@ -5,6 +5,10 @@ passes through a register. The descriptors fill what lies beyond a matrix with z
 mask. Each program reads all of its rows of x from L2, hence many output features a program. With
 more rows than TOKENS the programs of one weight tile are neighbours in the grid, and all but the
 first find it in L2. Until the previous kernel ends a program asks for its first weights in L2.
+
+With SPLITS > 1 programs share out in_features, hand over their sums, wait for each other and each
+finish a share of the tile: one alone would take longer over it than over its product. Those that
+wait for each other are neighbours in the grid, which starts in order, so all of them get to run.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from torch_paged.ops.fused_linear.parts import (
     load_bias,
     load_residual,
     locate,
-    merge_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -36,6 +39,134 @@ def _prefetch_rows(row_ptrs, wanted, PREFETCH: tl.constexpr, ROWS: tl.constexpr)
         dtype=tl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@triton.jit
+def _hand_over(
+    acc,
+    acc_up,
+    slot_ptr,
+    counter_ptr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GATED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Store a split's sums; TOGETHER: wait for those of all. Return how many had arrived."""
+    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    tl.store(slot_ptr + offsets, acc)
+    if GATED:
+        tl.store(slot_ptr + ROWS * TOKENS + offsets, acc_up)
+    # All stores of the program come before the release by its one atomic.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1
+    if TOGETHER:
+        while arrived < SPLITS:
+            arrived = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
+    return arrived
+
+
+@triton.jit
+def _sum_of_splits(
+    ptr, SLOT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Add up some rows of all slots in the order of the splits, whoever does it."""
+    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    y = tl.load(ptr + offsets, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        y += tl.load(ptr + split * SLOT + offsets, cache_modifier=".cg")
+    return y
+
+
+@triton.jit
+def _finish_rows(
+    y,
+    y_up,
+    block_id,
+    rows,
+    first_token,
+    b_ptr,
+    b1_ptr,
+    residual_ptr,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    lora_x_ptr,
+    out_ptr,
+    num_tokens,
+    n,
+    n0,
+    n1,
+    column,
+    width,
+    has_bias,
+    stride_residual,
+    scale0,
+    scale1,
+    scale2,
+    NUM_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_BIAS1: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add low-rank updates to the sums of `rows` and write what follows them."""
+    if MAX_RANK:
+        WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
+        y, y_up = add_updates(
+            y,
+            y_up,
+            block_id,
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            scale0,
+            scale1,
+            scale2,
+            lora_x_ptr + first_token * WIDTH,
+            rows,
+            n,
+            num_tokens - first_token,
+            n0,
+            n1,
+            RANK0,
+            RANK1,
+            RANK2,
+            MAX_RANK,
+            NUM_WEIGHTS,
+            GATED,
+            ROWS,
+            TOKENS,
+            True,
+        )
+    r_token = tl.arange(0, TOKENS)[None, :]
+    tokens = first_token + r_token
+    mask = (tokens < num_tokens) & (rows < n)
+    columns = column + rows
+    # Offsets within a tile fit 32 bits (`MAX_FEATURES`), and such keep the sums in registers.
+    tile_ptr = out_ptr + first_token.to(tl.int64) * width + column
+    finish(
+        y,
+        y_up,
+        load_bias(b_ptr, rows, n, has_bias, HAS_BIAS),
+        load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1),
+        load_residual(residual_ptr, stride_residual, tokens, columns, mask, HAS_RESIDUAL),
+        tile_ptr + (r_token * width + rows),
+        mask,
+        HAS_BIAS,
+        GATED and HAS_BIAS1,
+        HAS_RESIDUAL,
+        ACTIVATION,
+        GATED,
     )
 
 
@@ -93,19 +224,21 @@ def _wide_gemm_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     VEC: tl.constexpr,
     UPCAST: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(sum_k w[n, k] * x[t, k])."""
     tl.static_assert(not NORM, "the norm comes before this kernel")
     if PDL:
         gdc_launch_dependents()
-    first_token = tl.program_id(0) * TOKENS
-    block_id = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(0)
+    first_token = tl.program_id(1) * TOKENS
+    block_id = tl.program_id(2)
     block, w_ptr, b_ptr, stride_w, n, column, has_bias, width = locate(
         block_id,
         w0_ptr,
@@ -141,14 +274,11 @@ def _wide_gemm_kernel(
     rows = first_row + tl.arange(0, ROWS)[:, None]
     if PREFETCH and PDL:
         SIZE: tl.constexpr = w0_ptr.dtype.element_ty.primitive_bitwidth // 8
-        # Past the last row of x no program has anything to read.
         wanted = (rows < n) & (first_k + PREFETCH // SIZE <= K) & (first_token == 0)
         offsets = rows.to(tl.int64) * VEC
         _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
         if GATED:
             _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
-    r_token = tl.arange(0, TOKENS)[None, :]
-    tokens = first_token + r_token
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
     if PDL:
         gdc_wait()
@@ -169,66 +299,104 @@ def _wide_gemm_kernel(
                 up = up.to(tl.float32)
             acc_up = tl.dot(up, tl.trans(x), acc_up)
 
-    y = acc
-    y_up = acc_up
-    last = True
-    if SPLITS > 1:
-        last, y, y_up, _ = merge_splits(
-            y,
-            y_up,
-            tl.zeros([TOKENS], tl.float32),
-            partials_ptr,
-            counters_ptr,
-            block_id * tl.num_programs(0) + tl.program_id(0),
-            split,
-            SPLITS,
-            ROWS,
-            TOKENS,
+    if SPLITS == 1:
+        _finish_rows(
+            acc,
+            acc_up,
+            block_id,
+            rows,
+            first_token,
+            b_ptr,
+            b1_ptr,
+            residual_ptr,
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            lora_x_ptr,
+            out_ptr,
+            num_tokens,
+            n,
+            n0,
+            n1,
+            column,
+            width,
+            has_bias,
+            stride_residual,
+            scale0,
+            scale1,
+            scale2,
+            NUM_WEIGHTS,
+            HAS_BIAS,
+            HAS_BIAS1,
+            HAS_RESIDUAL,
+            RANK0,
+            RANK1,
+            RANK2,
+            MAX_RANK,
+            ACTIVATION,
             GATED,
-            False,
+            TOKENS,
+            ROWS,
         )
-    if last:
-        if MAX_RANK:
-            WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
-            y, y_up = add_updates(
+    else:
+        SLOT: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1)
+        sum_id = block_id * tl.num_programs(1) + tl.program_id(1)
+        sum_ptr = partials_ptr + sum_id.to(tl.int64) * (SLOT * SPLITS)
+        counter_ptr = counters_ptr + sum_id
+        arrived = _hand_over(
+            acc, acc_up, sum_ptr + split * SLOT, counter_ptr, SPLITS, ROWS, TOKENS, GATED, TOGETHER
+        )
+        first = split
+        STEP: tl.constexpr = SPLITS if TOGETHER else 1
+        if not TOGETHER:
+            first = tl.where(arrived == SPLITS, 0, ROWS // SHARE)
+        for share in range(first, ROWS // SHARE, STEP):
+            share_ptr = sum_ptr + share * (SHARE * TOKENS)
+            y = _sum_of_splits(share_ptr, SLOT, SPLITS, SHARE, TOKENS)
+            y_up = y
+            if GATED:
+                y_up = _sum_of_splits(share_ptr + ROWS * TOKENS, SLOT, SPLITS, SHARE, TOKENS)
+            _finish_rows(
                 y,
                 y_up,
                 block_id,
+                first_row + share * SHARE + tl.arange(0, SHARE)[:, None],
+                first_token,
+                b_ptr,
+                b1_ptr,
+                residual_ptr,
                 u0_ptr,
                 u1_ptr,
                 u2_ptr,
+                lora_x_ptr,
+                out_ptr,
+                num_tokens,
+                n,
+                n0,
+                n1,
+                column,
+                width,
+                has_bias,
+                stride_residual,
                 scale0,
                 scale1,
                 scale2,
-                lora_x_ptr + first_token * WIDTH,
-                rows,
-                n,
-                num_tokens - first_token,
-                n0,
-                n1,
+                NUM_WEIGHTS,
+                HAS_BIAS,
+                HAS_BIAS1,
+                HAS_RESIDUAL,
                 RANK0,
                 RANK1,
                 RANK2,
                 MAX_RANK,
-                NUM_WEIGHTS,
+                ACTIVATION,
                 GATED,
-                ROWS,
                 TOKENS,
-                True,
+                ROWS,
             )
-        mask = (tokens < num_tokens) & (rows < n)
-        columns = column + rows
-        finish(
-            y,
-            y_up,
-            load_bias(b_ptr, rows, n, has_bias, HAS_BIAS),
-            load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1),
-            load_residual(residual_ptr, stride_residual, tokens, columns, mask, HAS_RESIDUAL),
-            out_ptr + tokens.to(tl.int64) * width + columns,
-            mask,
-            HAS_BIAS,
-            GATED and HAS_BIAS1,
-            HAS_RESIDUAL,
-            ACTIVATION,
-            GATED,
-        )
+        # The last to leave resets the counter: all others have seen it full.
+        left = arrived
+        if TOGETHER:
+            left = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1 - SPLITS
+        if left == SPLITS:
+            tl.store(counter_ptr, 0)
