@@ -1,11 +1,12 @@
 """fused_linear at the layers of three models, against the read ceiling and cuBLAS.
 
-    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,8,16,32,64,128] [--sweep]
+    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,...,128,256] [--sweep]
 
 Every time is the median of CUDA graph replays. A graph runs one launch per weight over enough
 distinct weights that each comes from memory. `chain` runs a model's layers as they follow each
 other (qkv, attention over 200 tokens, o, gate and up, down, then the head), each reading what the
-one before wrote; its bytes count keys and values too.
+one before wrote; its bytes count keys and values too. Where a layer's kernel leaves the norm to a
+kernel of its own, both are one time.
 `--sweep` also times the candidate configurations and writes table.py with the best ones, to $OUT
 when that is set and over the checked-in one otherwise.
 """
@@ -37,6 +38,8 @@ from torch_paged.ops.fused_linear.configs import (
     Composed,
     Config,
     GemvConfig,
+    NormOutside,
+    WideGemmConfig,
     device_key,
     size_class,
     token_bucket,
@@ -153,25 +156,32 @@ def time_chain(
 
     composed = {name: isinstance(config, Composed) for name, config in configs.items()}
 
-    def step(layer: Layer, index: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def step(
+        layer: Layer, index: int, x: Tensor, residual: Tensor | None = None, norm: bool = True
+    ) -> Any:
         weights = sets[layer.name][index % len(sets[layer.name])]
         named = options[layer.name] | ({"residual": residual} if layer.residual else {})
+        if layer.norm and not norm:
+            named = named | {"norm": False, "norm_weight": None}
+            if layer is qkv and composed["qkv"]:  # attention takes the three apart
+                return tuple(F.linear(x, weight) for weight in weights)
         return call(layer, x, weights, named, configs[layer.name])
 
     def normed(
         first: Layer, second: Layer, index: int, x: Tensor, residual: Tensor
     ) -> tuple[Any, Tensor]:
         """Run `first` on x and `second`, which has a norm, on the sum; return output and sum."""
-        if not (composed[first.name] and composed[second.name]):
+        if not isinstance(configs[second.name], NormOutside | Composed):
             total = step(first, index, x, residual)
             return step(second, index, total), total
-        named = options[second.name]
-        y = compose(x, sets[first.name][index % len(sets[first.name])], {})
-        h, total = add_rms_norm(y, residual, named["norm_weight"], eps=named["eps"])
-        weights = sets[second.name][index % len(sets[second.name])]
-        if second is qkv:  # attention takes the three apart
-            return tuple(F.linear(h, weight) for weight in weights), total
-        return compose(h, weights, named | {"norm": False}), total
+        gain, eps = (options[second.name][name] for name in ("norm_weight", "eps"))
+        if composed[first.name]:
+            y = compose(x, sets[first.name][index % len(sets[first.name])], {})
+            h, total = add_rms_norm(y, residual, gain, eps=eps)
+        else:
+            total = step(first, index, x, residual)
+            h = rms_norm(total, gain, eps=eps)
+        return step(second, index, h, norm=False), total
 
     def run() -> None:
         projected, x = step(qkv, 0, hidden), hidden
@@ -204,8 +214,10 @@ def tune_chain(
     configs = {name: tried[0] for name, tried in ranked.items()}
     best = time_chain(model, num_tokens, sets, configs, attention=attention)
     for name in (layer.name for layer in model.layers):
-        tried = ranked[name][:5] + [c for c in ranked[name][5:] if isinstance(c, Composed)]
-        for config in tried:
+        wide = [c for c in ranked[name] if isinstance(c, WideGemmConfig)]
+        tried = [*ranked[name][:5], *wide[:3]]
+        tried += [c for c in ranked[name][5:] if isinstance(c, Composed)]
+        for config in dict.fromkeys(tried):
             if config == configs[name]:
                 continue
             changed = configs | {name: config}

@@ -12,18 +12,23 @@ from benchmarks.timing import default_device
 from torch_paged.ops.fused_linear import NUM_COUNTERS
 from torch_paged.ops.fused_linear.configs import (
     ALWAYS_KERNEL_ROWS,
+    WIDE_SHARED_BYTES,
     Composed,
     Config,
     GemvConfig,
+    PlainTileGemmConfig,
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
     choose_config,
     device_key,
     token_bucket,
+    wide_stage_bytes,
 )
 
 BF16 = torch.bfloat16
+NUM_PROCESSORS = 132  # of the devices that the sweep's candidates are made for
 
 
 class Layer(NamedTuple):
@@ -119,7 +124,8 @@ def candidates(layer: Layer, num_tokens: int) -> list[Config]:
     if 1 < num_tokens <= 16:
         found += _small_gemm_candidates(layer, num_tokens, streams)
     if num_tokens > ALWAYS_KERNEL_ROWS:
-        found += [Composed(), *_many_rows_candidates(layer, num_tokens, streams)]
+        found += [Composed(), *_wide_candidates(layer, num_tokens, streams)]
+        found += _plain_tile_candidates(layer, num_tokens, streams)
     elif num_tokens > 2:
         found += _tile_gemm_candidates(layer, num_tokens, streams)
         found += _one_tile_candidates(layer, num_tokens, streams)
@@ -204,18 +210,38 @@ def _one_tile_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Co
     return found
 
 
-def _many_rows_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+def _wide_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    """Return those that fill the device once, with one program a multiprocessor and with two."""
     found: list[Config] = []
-    for rows, block_k, stages in ((32, 64, 4), (64, 64, 4), (64, 128, 3), (128, 64, 4)):
-        if rows * streams < 64:
+    rows_of_layer = layer.num_rows // streams
+    shapes = [(64, 128, 64), (128, 128, 64), (256, 128, 64), (128, 128, 128)]
+    if num_tokens > 128:
+        shapes = [(64, 256, 64), (128, 256, 64), (64, 128, 64), (128, 128, 64), (256, 128, 64)]
+    for rows, tokens, block_k in shapes:
+        if rows * streams > 256 or rows * streams * tokens > 256 * 128:
             continue
-        shared = stages * 2 * block_k * (rows * streams + token_bucket(num_tokens))
-        blocks = -(-layer.num_rows // (streams * rows))
-        if shared > 200 << 10 or rows * streams > 128:
-            continue
-        for splits in (1, 2, 3, 4, 6, 8):
-            tiles = layer.in_features // (block_k * splits)
-            if tiles < stages or blocks * splits < 60 or (splits > 1 and blocks * splits > 400):
+        blocks = -(-rows_of_layer // rows) * -(-num_tokens // tokens)
+        tiles = -(-layer.in_features // block_k)
+        if rows == 64 and blocks >= 2 * NUM_PROCESSORS:
+            continue  # x would be read more than the weights
+        for each in (1, 2):
+            stage = wide_stage_bytes(rows * streams, tokens, block_k)
+            stages = min(WIDE_SHARED_BYTES // each // stage, 6)
+            splits = max(min(each * NUM_PROCESSORS // blocks, tiles // 4, 8), 1)
+            if stages < 3 or (each == 2 and blocks * splits <= NUM_PROCESSORS):
                 continue
-            found.append(TileGemmConfig(rows, block_k, 8, splits, stages))
+            found.append(WideGemmConfig(rows, tokens, block_k, 8, splits, stages))
+            if splits >= 6 and each == 1:
+                found.append(WideGemmConfig(rows, tokens, block_k, 8, splits // 2, stages))
+    return found
+
+
+def _plain_tile_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    found: list[Config] = []
+    for rows, block_k, stages in ((64, 64, 4), (128, 64, 4)):
+        blocks = -(-layer.num_rows // (streams * rows))
+        shared = stages * wide_stage_bytes(rows * streams, token_bucket(num_tokens), block_k)
+        if shared <= 200 << 10 and rows * streams <= 128:
+            splits = max(min(NUM_PROCESSORS // blocks, layer.in_features // 256, 8), 1)
+            found.append(PlainTileGemmConfig(rows, block_k, 8, splits, stages))
     return found

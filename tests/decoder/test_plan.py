@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from torch_paged.config import Config
+from torch_paged.decoder import step
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.linears import held_linear
 from torch_paged.decoder.plan import Add, Glu, Linear, Norm, lower
@@ -231,7 +232,7 @@ def test_between_few_and_many_rows_each_layer_is_fused_where_that_pays():
 
     def pays(shape, gated):
         asked.add((shape, gated))
-        return gated
+        return "all" if gated else "none"
 
     plan = fuse(lower(spec, "decode"), FusionProfile(pays))
     linears = [i for i in plan.instructions if isinstance(i, Linear)]
@@ -240,6 +241,59 @@ def test_between_few_and_many_rows_each_layer_is_fused_where_that_pays():
     assert not any(i.norm or i.residual for i in linears if not i.gated)
     hidden = spec.embedding.module.weight.shape[1]
     assert ((2 * inner, hidden), True) in asked and ((hidden, inner), False) in asked
+
+
+def epilogue(shape, gated):
+    """Take in what follows each layer and leave the norm before it, as at many rows."""
+    return "epilogue"
+
+
+def test_many_rows_plan_of_llama_has_a_kernel_for_each_group_of_linears_and_for_each_norm():
+    plan = fuse(lower(read_spec(make_model("llama")), "decode"), FusionProfile(epilogue))
+    # embed, one rotary table, seven a layer, last norm, head
+    assert len(plan.instructions) == 2 + 7 * 2 + 2
+    layer = [i for i in plan.instructions if "model.layers.1." in str(i)]
+    assert [type(i) for i in layer if isinstance(i, Linear | Norm)] == [
+        *(Norm, Linear, Linear),
+        *(Norm, Linear, Linear),
+    ]
+    linears = [i for i in plan.instructions if isinstance(i, Linear)]
+    assert all(i.one_kernel and i.norm is None for i in linears)
+    qkv, o, gate_up, down = [i for i in layer if isinstance(i, Linear)]
+    assert len(qkv.targets) == 3 and gate_up.gated and o.residual and down.residual
+
+
+def test_weights_that_tile_copies_cannot_read_are_left_to_torch():
+    model = make_model("llama")
+    linear = model.model.layers[0].self_attn.v_proj
+    moved = torch.empty(linear.weight.numel() + 1)[1:].view_as(linear.weight)
+    linear.weight.data = moved.copy_(linear.weight.data)
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(epilogue))
+    first = next(i for i in plan.instructions if isinstance(i, Linear))
+    assert len(first.parts) == 3 and not first.one_kernel
+
+
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_the_plan_for_many_rows_gives_the_models_own_logits(name, monkeypatch):
+    monkeypatch.setattr(step, "fuse", lambda plan, profile: fuse(plan, FusionProfile(epilogue)))
+    model = make_model(name)
+    ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 14:-1]
+    got = run_steps(model, read_spec(model), ids, 15, fuse_linears=None)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "want"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)]
+)
+def test_rows_that_round_up_alike_share_a_plan(num_rows, want, monkeypatch):
+    model = make_model("llama")
+    decoder = DecoderStep(model, read_spec(model))
+    monkeypatch.setattr(DecoderStep, "device", torch.device("cuda"))
+    assert decoder._fused_rows("decode", num_rows) == want
+    assert decoder._fused_rows("decode", 257) == 0
+    assert decoder._fused_rows("prefill", num_rows) == 0
 
 
 @pytest.mark.parametrize("fuse_linears", [False, True], ids=["generic", "fused"])

@@ -26,6 +26,7 @@ from torch_paged.ops.fused_linear.configs import (
     GemvConfig,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
@@ -332,6 +333,15 @@ _add("tile_gemm", _linear, _TILE, 17, [33, 70, 5], 520)
 _add("tile_gemm-odd", _linear, _TILE, 64, [100], 575, extra=3)
 _add("tile_gemm-split", _linear, _TILE_SPLIT, 33, [33, 7, 5], 520)
 _add("tile_gemm-gated-split", _linear, _TILE_SPLIT, 16, [40, 40], 520, gated=True)
+if DEVICE == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+    _WIDE = WideGemmConfig(rows=64, tokens=128, block_k=64, warps=8, splits=1, stages=4)
+    _WIDE_SPLIT = _WIDE._replace(tokens=64, splits=3, stages=3)
+    _add("wide_gemm", _linear, _WIDE, 70, [33, 70, 5], 520, extra=8)
+    _add("wide_gemm-odd", _linear, _WIDE, 129, [100], 573, extra=3, norm="")
+    _add("wide_gemm-split", _linear, _WIDE_SPLIT, 65, [33, 70, 5], 520, extra=8)
+    _add("wide_gemm-gated", _linear, _WIDE, 70, [72, 72], 520, gated=True, extra=8)
+    _add("wide_gemm-gated-split", _linear, _WIDE_SPLIT, 130, [40, 40], 520, gated=True, extra=8)
+    _add("wide_gemm-lora", _linear, _WIDE, 130, [33, 70, 5], 520, extra=8, ranks=(16, 0, 5))
 # Other code reads a tile, or none does, which changes how it is buffered.
 for _norm in ("plain", ""):
     _label = f"norm-{_norm}" if _norm else "bare"

@@ -38,8 +38,10 @@ _LAYER = {
 }
 _NORM = {"NORM": True, "HAS_GAIN": True}
 _QKV = {"NUM_WEIGHTS": 3, **_NORM}
-_QKV_BIASED = {**_QKV, "HAS_BIAS0": True, "HAS_BIAS1": True, "HAS_BIAS2": True}
-_GATED = {"NUM_WEIGHTS": 2, "GATED": True, "ACTIVATION": "silu", **_NORM}
+_BIASES = {"HAS_BIAS0": True, "HAS_BIAS1": True, "HAS_BIAS2": True}
+_QKV_BIASED = {**_QKV, **_BIASES}
+_PLAIN_GATED = {"NUM_WEIGHTS": 2, "GATED": True, "ACTIVATION": "silu"}
+_GATED = {**_PLAIN_GATED, **_NORM}
 _DOWN = {"HAS_RESIDUAL": True}
 _LORA = {"RANK0": 16, "MAX_RANK": 16}
 _LORA_TWO = {**_LORA, "RANK1": 16}
@@ -167,6 +169,49 @@ def _tile_gemm(
     )
 
 
+def _wide_gemm(
+    label: str,
+    config: tuple[int, int, int, int, int, int],
+    in_features: int,
+    *,
+    hot: bool = True,
+    **constants: object,
+) -> Target:
+    rows, tokens, block_k, warps, splits, stages = config
+    num_weights = constants.get("NUM_WEIGHTS", 1)
+    weight = f"tensordesc<half[{rows}, {block_k}]>"
+    absent = [f"w{index}_desc" for index in range(3) if index >= num_weights]
+    return Target(
+        "fused_linear.wide_gemm:_wide_gemm_kernel",
+        label=label,
+        types={
+            **_FLOATS,
+            "partials_ptr": "*fp32",
+            "counters_ptr": "*i32",
+            "x_desc": f"tensordesc<half[{tokens}, {block_k}]>",
+            **{f"w{index}_desc": weight for index in range(num_weights)},
+        },
+        constants={
+            **{name: value for name, value in _LAYER.items() if not name.startswith("EVEN")},
+            **dict.fromkeys(absent),
+            "K": in_features,
+            "TOKENS": tokens,
+            "ROWS": rows,
+            "BLOCK_K": block_k,
+            "SPLITS": splits,
+            "STAGES": stages,
+            "PREFETCH": 512,
+            "VEC": 8,
+            "UPCAST": False,
+            **constants,
+        },
+        num_warps=warps,
+        num_stages=1,
+        hot=hot,
+        capabilities=(90,),
+    )
+
+
 def _expand(label: str, capabilities: tuple[int, ...], precision: str, rank: int) -> Target:
     return Target(
         "lora_expand:_lora_expand_kernel",
@@ -233,5 +278,13 @@ TARGETS = [
     _tile_gemm("lora-qkv-4096-32", (64, 64, 4, 4, 4), 4096, 32, **_QKV, **_LORA_THREE),
     _tile_gemm("lora-256-qkv-4096", (128, 64, 4, 4, 4), 4096, 64, **_QKV, **_LORA_LARGE),
     _tile_gemm("lora-gated-4096-64", (64, 64, 4, 1, 4), 4096, 64, **_GATED, **_LORA_TWO),
+    _wide_gemm("qkv-4096", (128, 128, 64, 8, 2, 6), 4096, NUM_WEIGHTS=3),
+    _wide_gemm("gated-4096", (128, 128, 64, 8, 1, 4), 4096, **_PLAIN_GATED),
+    _wide_gemm("gated-1024", (64, 128, 64, 8, 2, 6), 1024, **_PLAIN_GATED),
+    _wide_gemm("down-14336", (128, 128, 64, 8, 4, 6), 14336, **_DOWN),
+    _wide_gemm("down-14336-256", (64, 256, 64, 8, 4, 5), 14336, **_DOWN),
+    _wide_gemm("head-4096", (256, 128, 64, 8, 1, 4), 4096),
+    _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, NUM_WEIGHTS=3, **_LORA_THREE),
+    _wide_gemm("odd", (64, 128, 64, 8, 2, 3), 575, NUM_WEIGHTS=3, **_BIASES, VEC=1),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, fused_linear
+from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, configs, fused_linear
 from torch_paged.ops.fused_linear.configs import (
     KINDS,
     ONE_TILE_BLOCK_K,
@@ -15,8 +17,13 @@ from torch_paged.ops.fused_linear.configs import (
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
     choose_config,
+    folds,
     size_class,
+    tma_serves,
+    token_bucket,
+    wide_stage_bytes,
 )
 from torch_paged.ops.fused_linear.table import TABLE
 
@@ -35,6 +42,13 @@ def assert_valid(config: object, problem: Problem) -> None:
         assert config.rows >= 8
         # A thread's share of the sums, in registers.
         assert config.rows * max(problem.num_tokens, 8) * (1 + problem.gated) <= 96 * 32
+    elif isinstance(config, WideGemmConfig):
+        rows = config.rows * (1 + problem.gated)
+        # The tensor cores take 64 rows, the copies boxes of 256 and whole lines of 128 bytes.
+        assert 64 <= config.rows <= 256 and config.tokens <= 256 and config.block_k % 64 == 0
+        assert rows * config.tokens <= 128 * 32 * config.warps
+        stages = config.stages * wide_stage_bytes(rows, config.tokens, config.block_k)
+        assert config.stages >= 2 and stages <= 224 << 10
     else:
         streams = 1 + problem.gated
         tile = 2 * config.block_k * (config.rows * streams + problem.num_tokens)
@@ -63,7 +77,7 @@ def test_every_entry_of_the_table_is_a_valid_configuration(
 
 @pytest.mark.parametrize("key", [H200, (90, 114), (80, 108), (89, 24), (100, 148), (75, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 129])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 257])
 def test_every_problem_gets_a_valid_configuration(
     key: tuple[int, int], dtype: torch.dtype, num_tokens: int
 ) -> None:
@@ -99,6 +113,67 @@ def test_a_measured_shape_lends_its_configuration_to_its_neighbours_only() -> No
 def test_more_rows_than_the_kernels_take_get_none() -> None:
     problem = Problem(MAX_KERNEL_ROWS + 1, 4096, 4096, False)
     assert choose_config(H200, problem, torch.bfloat16, True) == Composed()
+
+
+@pytest.mark.parametrize("num_tokens", [65, 128, 129, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_rows_take_the_wide_kernel_on_hopper_unless_torch_was_quicker(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_tokens: int
+) -> None:
+    problem = Problem(num_tokens, 6144, 4096, False)
+    shape = (token_bucket(num_tokens), size_class(6144), size_class(4096), False)
+    monkeypatch.setattr(configs, "TABLE", {H200: {}})
+    configs._measured.cache_clear()
+    assert isinstance(choose_config(H200, problem, dtype, True), WideGemmConfig)
+    assert choose_config(H200, problem, dtype, False).splits == 1
+    assert choose_config((80, 108), problem, dtype, True) == Composed()
+    assert choose_config((100, 148), problem, dtype, True) == Composed()
+    assert choose_config(H200, problem, torch.float32, True) == Composed()
+    monkeypatch.setattr(configs, "WIDE_UNLESS_MEASURED", False)
+    assert choose_config(H200, problem, dtype, True) == Composed()
+    monkeypatch.setattr(configs, "WIDE_UNLESS_MEASURED", True)
+    monkeypatch.setattr(configs, "TABLE", {H200: {shape: ("torch",)}})
+    configs._measured.cache_clear()
+    assert choose_config(H200, problem, dtype, True) == Composed()
+
+
+@pytest.fixture(autouse=True)
+def fresh_measurements() -> Iterator[None]:
+    yield
+    configs._measured.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("entry", "want"),
+    [
+        (("wide_gemm", 128, 128, 64, 8, 2, 4), "epilogue"),
+        (("plain_tile_gemm", 64, 64, 8, 2, 4), "epilogue"),
+        (("tile_gemm", 64, 64, 8, 2, 4), "all"),
+        (("torch",), "none"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_a_measured_kernel_says_what_it_takes_in(
+    monkeypatch: pytest.MonkeyPatch, entry: tuple[str | int, ...], want: str
+) -> None:
+    shape = (128, size_class(6144), size_class(4096), False)
+    monkeypatch.setattr(configs, "TABLE", {H200: {shape: entry}})
+    monkeypatch.setattr(configs, "device_key", lambda device: H200)
+    configs._measured.cache_clear()
+    device = torch.device("cuda", 0)
+    assert folds(device, torch.bfloat16, 128, (6144, 4096), False) == want
+    assert folds(device, torch.bfloat16, 8, (6144, 4096), False) == "all"
+    assert folds(device, torch.bfloat16, 512, (6144, 4096), False) == "none"
+
+
+def test_tile_copies_need_rows_at_multiples_of_16_bytes() -> None:
+    matrix = torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert tma_serves([matrix, matrix[:, 8:21], matrix[1:]])
+    assert tma_serves([torch.zeros(1, 13, dtype=torch.bfloat16)])
+    assert not tma_serves([matrix, matrix[:, 4:]])
+    assert not tma_serves([torch.zeros(4, 63, dtype=torch.bfloat16)])
+    assert not tma_serves([matrix[:1].expand(4, 64)])
+    assert not tma_serves([matrix[:0]])
 
 
 def test_size_classes_are_half_octaves() -> None:

@@ -20,6 +20,7 @@ from torch_paged.ops.fused_linear.configs import (
     GemvConfig,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
 )
 from torch_paged.ops.glu import activation_reference
 from torch_paged.ops.lora_shrink import lora_shrink, lora_shrink_reference
@@ -31,6 +32,10 @@ SMALL_GEMM = SmallGemmConfig(rows=16, chunks=1, warps=2, splits=1)
 SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
 TILE_GEMM = TileGemmConfig(rows=16, block_k=32, warps=4, splits=1, stages=2)
 TILE_SPLIT = TileGemmConfig(rows=16, block_k=16, warps=4, splits=2, stages=2)
+WIDE = WideGemmConfig(rows=64, tokens=16, block_k=64, warps=4, splits=1, stages=2)
+
+TMA = DEVICE == "cpu" or torch.cuda.get_device_capability()[0] >= 9
+needs_tma = pytest.mark.skipif(not TMA, reason="needs the tile copies of Hopper")
 
 KERNELS = [
     pytest.param(torch.float32, GEMV, id="gemv-fp32"),
@@ -39,6 +44,8 @@ KERNELS = [
     pytest.param(torch.bfloat16, SPLIT, id="split-bf16"),
     pytest.param(torch.float16, TILE_GEMM, id="tile_gemm-fp16"),
     pytest.param(torch.bfloat16, TILE_SPLIT, id="tile_split-bf16"),
+    pytest.param(torch.bfloat16, WIDE, id="wide-bf16", marks=needs_tma),
+    pytest.param(torch.float16, WIDE._replace(splits=2), id="wide_split-fp16", marks=needs_tma),
 ]
 
 
@@ -201,7 +208,7 @@ def check(
     within(got, want, fused_linear_reference(x, weights, biases, gain, **options), dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("num_tokens", [1, 9, 20])
 @pytest.mark.parametrize("ranks", [[16, 16, 16], [4, 0, 7], [0, 40, 3]], ids=str)
 @pytest.mark.parametrize(("dtype", "config"), KERNELS)
 def test_each_weight_gets_its_own_update(
@@ -227,7 +234,15 @@ def test_an_update_comes_before_activation_and_residual(
 
 @pytest.mark.parametrize("update_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [17, 130])
-@pytest.mark.parametrize("config", [GEMV, SPLIT, TILE_GEMM], ids=["gemv", "small", "tile"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GEMV, id="gemv"),
+        pytest.param(SPLIT, id="small"),
+        pytest.param(TILE_GEMM, id="tile"),
+        pytest.param(WIDE, id="wide", marks=needs_tma),
+    ],
+)
 def test_any_rank_and_float32_updates(
     config: Config, rank: int, update_dtype: torch.dtype
 ) -> None:

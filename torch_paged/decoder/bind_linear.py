@@ -24,7 +24,8 @@ def call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
 
 def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     """Bind projections of one source, fused or one by one."""
-    if ins.norm is not None or ins.activation is not None or ins.residual is not None:
+    folded = (ins.norm, ins.activation, ins.residual) != (None, None, None)
+    if folded or ins.one_kernel:
         return _bind_fused_linear(ins, binding)
     source, targets = ins.source, ins.targets
     calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []

@@ -17,21 +17,23 @@ from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, No
 from torch_paged.decoder.plan_experts import Experts
 from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import LinearSpec
-from torch_paged.ops.fused_linear import MAX_RANK
+from torch_paged.ops.fused_linear import MAX_RANK, Folds, tma_serves
 
 # Says of a layer (output features over all parts, input features), and whether its two parts are
-# a gate and its up projection, that one kernel with the neighbours folded in pays.
-Pays = Callable[[tuple[int, int], bool], bool]
+# a gate and its up projection, which neighbours one kernel for it pays to take in.
+Pays = Callable[[tuple[int, int], bool], Folds]
 
 
-def always(shape: tuple[int, int], gated: bool) -> bool:
+def always(shape: tuple[int, int], gated: bool) -> Folds:
     """Fold the neighbours into every layer, as at small batch."""
-    return True
+    return "all"
 
 
 @dataclass(frozen=True, slots=True)
 class FusionProfile:
-    """Which rules apply: linears that `linears` says pay take neighbours, norms take adds always.
+    """Which rules apply: linears take the neighbours that `linears` names, norms take adds always.
+
+    A linear that is served is one kernel for all of its parts, with neighbours or without.
 
     `linears` None leaves all linears to torch.
     """
@@ -56,6 +58,8 @@ def fuse(plan: Plan, profile: FusionProfile) -> Plan:
     instructions = list(plan.instructions)
     for rule in rules:
         instructions = _apply(rule, instructions, plan.result)
+    if pays is not None:
+        instructions = [_one_kernel(ins, pays) for ins in instructions]
     return Plan(plan.mode, tuple(instructions))
 
 
@@ -80,18 +84,26 @@ def _has_halves(part: LinearSpec) -> bool:
     return held_linear(module).weight.shape[0] % 2 == 0
 
 
-def _fusable(linear: Linear, pays: Pays, gated: bool = False) -> bool:
+def _folds(linear: Linear, pays: Pays, gated: bool = False) -> Folds:
     modules = [part.ref.module for part in linear.parts]
-    if any(linear_slot(module).kind != "fused" for module in modules):
-        return False
+    if len(modules) > 3 or any(linear_slot(module).kind != "fused" for module in modules):
+        return "none"
     held = [held_linear(module) for module in modules]
     if len({linear.base.weight.dtype for linear in held}) != 1 or not _fit_kernel(held):
-        return False
+        return "none"
     weights = [linear.base.weight for linear in held]
     shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
     # Two projections alike of one source are a gate and its up projection in every family.
-    gated = gated or (len(modules) == 2 and len({w.shape for w in weights}) == 1)
-    return pays(shape, gated)
+    alike = len(modules) == 2 and len({w.shape for w in weights}) == 1
+    folds = pays(shape, gated or linear.gated or alike)
+    return "none" if folds == "epilogue" and not tma_serves(weights) else folds
+
+
+def _one_kernel(instruction: Instruction, pays: Pays) -> Instruction:
+    """Make a linear that a kernel serves one call of it, without neighbours too."""
+    if isinstance(instruction, Linear) and _folds(instruction, pays) != "none":
+        return replace(instruction, one_kernel=True)
+    return instruction
 
 
 def _fit_kernel(linears: list[HeldLinear]) -> bool:
@@ -114,7 +126,7 @@ def _norm_linear(
         return None
     if first.spec.kind != "rms" or plain_slot(first.spec.ref.module).kind != "fused":
         return None
-    if not _fusable(second, pays) or not _same_dtype(first, second):
+    if _folds(second, pays) != "all" or not _same_dtype(first, second):
         return None
     return replace(second, source=first.source, norm=first.spec)
 
@@ -136,7 +148,7 @@ def _linear_glu(
         return None
     if len(first.parts) == 1 and not _has_halves(first.parts[0]):
         return None
-    if len(first.parts) > 2 or not _fusable(first, pays, gated=True):
+    if len(first.parts) > 2 or _folds(first, pays, gated=True) == "none":
         return None
     return replace(first, targets=(second.target,), activation=second.activation, gated=True)
 
@@ -146,7 +158,7 @@ def _linear_activation(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Activate):
         return None
-    if len(first.parts) != 1 or first.targets != (second.source,) or not _fusable(first, pays):
+    if len(first.parts) != 1 or first.targets != (second.source,) or _folds(first, pays) == "none":
         return None
     if first.activation is not None or uses[second.source] != 1:
         return None
@@ -158,7 +170,7 @@ def _linear_residual(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Add):
         return None
-    if len(first.parts) != 1 or first.targets != (second.right,) or not _fusable(first, pays):
+    if len(first.parts) != 1 or first.targets != (second.right,) or _folds(first, pays) == "none":
         return None
     if first.activation is not None or second.multiplier != 1.0 or uses[second.right] != 1:
         return None

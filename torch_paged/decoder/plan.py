@@ -107,7 +107,8 @@ class Linear:
 
     Without an epilogue there is a target for each part. `gated` combines (gate, up) into one
     target, which may be the halves of one part; `activation` alone applies to a single part;
-    `residual` is added to a single part.
+    `residual` is added to a single part. `one_kernel`: one call serves all parts even where
+    neither norm nor epilogue asks for it.
     """
 
     parts: tuple[LinearSpec, ...]
@@ -117,6 +118,7 @@ class Linear:
     activation: Activation | None = None
     gated: bool = False
     residual: str | None = None
+    one_kernel: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

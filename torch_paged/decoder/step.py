@@ -27,7 +27,12 @@ from torch_paged.decoder.spec import (
 )
 from torch_paged.decoder.watch import ModuleWatch, never_called, spec_modules
 from torch_paged.log import debug_once
-from torch_paged.ops.fused_linear import ALWAYS_KERNEL_ROWS, MAX_KERNEL_ROWS, kernel_serves
+from torch_paged.ops.fused_linear import (
+    ALWAYS_KERNEL_ROWS,
+    MAX_KERNEL_ROWS,
+    folds,
+    token_bucket,
+)
 
 # Plans held; where adapters are in a new state before each call, all are made anew from time to
 # time, and the graphs with them.
@@ -214,7 +219,7 @@ class DecoderStep:
         if fused_rows:
             linears = always
         if fused_rows > ALWAYS_KERNEL_ROWS:
-            linears = partial(kernel_serves, self.device, self.dtype, fused_rows)
+            linears = partial(folds, self.device, self.dtype, fused_rows)
         return fuse(lower(self.spec, mode), FusionProfile(linears))
 
     def _fused_rows(self, mode: Mode, num_rows: int) -> int:
@@ -229,7 +234,7 @@ class DecoderStep:
             return ALWAYS_KERNEL_ROWS
         if self.device.type != "cuda" or num_rows > MAX_KERNEL_ROWS:
             return 0
-        return ALWAYS_KERNEL_ROWS if num_rows <= ALWAYS_KERNEL_ROWS else MAX_KERNEL_ROWS
+        return max(token_bucket(num_rows), ALWAYS_KERNEL_ROWS)
 
     def _bound_plan(self, mode: Mode, fused_rows: int) -> BoundPlan:
         key = (mode, fused_rows, self._variant)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 else:
@@ -30,6 +31,7 @@ else:
         import triton
         import triton.language as tl
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         HAS_TRITON = True
     except ImportError:
@@ -68,7 +70,7 @@ else:
 
         triton = _MissingTriton()
         tl = _Missing()
-        gdc_wait = gdc_launch_dependents = _Missing()
+        gdc_wait = gdc_launch_dependents = TensorDescriptor = _Missing()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -89,6 +91,7 @@ def use_pdl(tensor: torch.Tensor) -> bool:
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "TensorDescriptor",
     "device_capability",
     "gdc_launch_dependents",
     "gdc_wait",

@@ -10,8 +10,9 @@
 
 At few rows this is bound by the reading of the weights, and the kernels are built around that:
 `gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so, `tile_gemm.py`
-for more; `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows only shapes that were measured to
-win have a kernel, past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU).
+for more; `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows it is `wide_gemm.py` on Hopper, with
+the norm in a kernel of its own, and elsewhere a kernel only for shapes that were measured to win;
+past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from torch_paged.ops.fused_linear.configs import (
     MAX_KERNEL_ROWS,
     MAX_RANK,
     NUM_COUNTERS,
-    kernel_serves,
+    Folds,
+    folds,
+    tma_serves,
+    token_bucket,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
@@ -266,10 +270,13 @@ def _validate_residual(x: torch.Tensor, residual: torch.Tensor, width: int) -> N
 
 __all__ = [
     "ALWAYS_KERNEL_ROWS",
+    "Folds",
     "MAX_KERNEL_ROWS",
     "MAX_RANK",
     "NUM_COUNTERS",
+    "folds",
     "fused_linear",
     "fused_linear_reference",
-    "kernel_serves",
+    "tma_serves",
+    "token_bucket",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -11,10 +12,14 @@ from torch_paged.ops.fused_linear.table import TABLE
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
-MAX_KERNEL_ROWS = 128
+MAX_KERNEL_ROWS = 256
 
-# Up to this many every shape has a kernel; between the two only shapes that were measured to win.
+# Up to this many every shape has a kernel that takes in all of its neighbours. Between the two a
+# kernel that leaves the norm outside may be quicker, or torch ops are.
 ALWAYS_KERNEL_ROWS = 64
+
+# Whether shapes that were not measured take the wide kernel between the two, where it runs.
+WIDE_UNLESS_MEASURED = True
 
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
@@ -23,7 +28,7 @@ NUM_COUNTERS = 4096
 MAX_RANK = 256
 
 # The kernel keeps the order of a sum for a configuration, so few buckets make few orders.
-TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64, 128)
+TOKEN_BUCKETS = (1, 2, 8, 16, 32, 64, 128, 256)
 
 
 class GemvConfig(NamedTuple):
@@ -65,18 +70,54 @@ class TileGemmConfig(NamedTuple):
     stages: int
 
 
+class PlainTileGemmConfig(NamedTuple):
+    """`TileGemmConfig` with the norm in a kernel of its own before it."""
+
+    rows: int
+    block_k: int
+    warps: int
+    splits: int
+    stages: int
+
+
+class WideGemmConfig(NamedTuple):
+    """Hopper's tensor cores: tiles of `rows` output features x `tokens` rows of x, no norm inside.
+
+    `stages` tiles of `block_k` elements of both are in flight.
+    """
+
+    rows: int
+    tokens: int
+    block_k: int
+    warps: int
+    splits: int
+    stages: int
+
+
 class Composed(NamedTuple):
     """No kernel: torch ops, which were quicker when measured."""
 
 
-Config = GemvConfig | SmallGemmConfig | TileGemmConfig | Composed
+Config = (
+    GemvConfig | SmallGemmConfig | TileGemmConfig | PlainTileGemmConfig | WideGemmConfig | Composed
+)
+
+# Kernels before which a norm is a kernel of its own.
+NormOutside = PlainTileGemmConfig | WideGemmConfig
 
 KINDS: dict[str, type[Config]] = {
     "gemv": GemvConfig,
     "small_gemm": SmallGemmConfig,
     "tile_gemm": TileGemmConfig,
+    "plain_tile_gemm": PlainTileGemmConfig,
+    "wide_gemm": WideGemmConfig,
     "torch": Composed,
 }
+
+
+# What a kernel takes in: the norm before a layer and what follows, only the latter, or nothing,
+# as torch ops are quicker.
+Folds = Literal["all", "epilogue", "none"]
 
 
 class Problem(NamedTuple):
@@ -121,28 +162,47 @@ def choose_config(
         return _gemv_rule(key, problem, 8) if problem.num_tokens <= 8 else Composed()
     config = _measured(key, problem)
     if config is None:
-        config = _rule(key, problem) if always else Composed()
-    if isinstance(config, (SmallGemmConfig, TileGemmConfig)) and not can_split:
-        config = config._replace(splits=1)
-        if not _reaches(config, problem):
-            config = _tile_gemm_rule(key, problem)._replace(splits=1)
+        config = _rule(key, problem) if always else _many_rows_rule(key, problem)
+    if can_split or isinstance(config, (GemvConfig, Composed)):
+        return config
+    config = config._replace(splits=1)
+    if not _reaches(config, problem):
+        config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
 
 
-def kernel_serves(
+def folds(
     device: torch.device, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], gated: bool
-) -> bool:
-    """Say whether one kernel serves `num_tokens` rows of a layer, or torch ops do.
+) -> Folds:
+    """Say what one kernel over `num_tokens` rows of a layer takes in.
 
     Args:
         shape: output features over all weights, input features.
     """
     problem = Problem(num_tokens, *shape, gated)
-    return not isinstance(choose_config(device_key(device), problem, dtype, True), Composed)
+    config = choose_config(device_key(device), problem, dtype, True)
+    if isinstance(config, Composed):
+        return "none"
+    return "epilogue" if isinstance(config, NormOutside) else "all"
+
+
+def tma_serves(tensors: Iterable[torch.Tensor]) -> bool:
+    """Say whether the hardware's tile copies can read these matrices, rows contiguous."""
+    for tensor in tensors:
+        num_rows, width = tensor.shape
+        size = tensor.element_size()
+        if tensor.data_ptr() % 16 or not num_rows or not width:
+            return False
+        if num_rows > 1 and (tensor.stride(0) * size % 16 or tensor.stride(0) < width):
+            return False
+    return True
 
 
 # How many half octaves, over both dimensions, a measured shape may be away.
 _NEAR = 4
+
+# Shared memory that the tiles in flight of a wide program may take.
+WIDE_SHARED_BYTES = 200 << 10
 
 # Tiles this deep are for programs that have just one: several in flight would not fit.
 ONE_TILE_BLOCK_K = 256
@@ -219,3 +279,26 @@ def _tile_gemm_rule(key: tuple[int, int], problem: Problem) -> TileGemmConfig:
     num_blocks = -(-problem.num_rows // (128 if problem.gated else 64))
     splits = _power_of_two_up_to(2 * key[1] // num_blocks, problem.in_features // 256)
     return TileGemmConfig(64, 64, 4, min(splits, 8), 4)
+
+
+def _many_rows_rule(key: tuple[int, int], problem: Problem) -> Config:
+    """Return the wide kernel where it runs: it needs Hopper's copies and tensor cores."""
+    if key[0] != 90 or not WIDE_UNLESS_MEASURED:
+        return Composed()
+    streams = 2 if problem.gated else 1
+    num_rows = -(-problem.num_rows // streams)
+    # Large tiles read x from L2 less often, but must occupy most of the device.
+    rows, least = (128, 64) if problem.gated else (256, 128)
+    num_tiles = -(-problem.num_tokens // 128)
+    while rows > least and 5 * num_rows * num_tiles < 3 * key[1] * rows:
+        rows //= 2
+    num_blocks = -(-num_rows // rows) * num_tiles
+    most = max(problem.in_features // (4 * 64), 1)
+    splits = max(min(key[1] // num_blocks, most, 8), 1)
+    stages = WIDE_SHARED_BYTES // wide_stage_bytes(rows * streams, 128, 64)
+    return WideGemmConfig(rows, 128, 64, 8, splits, min(stages, 6))
+
+
+def wide_stage_bytes(rows: int, tokens: int, block_k: int) -> int:
+    """Return the shared memory of one stage; `rows` of weights over gate and up."""
+    return 2 * block_k * (rows + tokens)

@@ -13,18 +13,27 @@ from torch_paged.ops.fused_linear.configs import (
     Composed,
     Config,
     GemvConfig,
+    NormOutside,
+    PlainTileGemmConfig,
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
+    WideGemmConfig,
     choose_config,
     device_key,
+    tma_serves,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
+from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
-from torch_paged.ops.triton_compat import INTERPRETED, triton, use_pdl
+from torch_paged.ops.rms_norm import _launch_rms_norm
+from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton, use_pdl
+
+# Bytes of a row of weights that a wide program asks for before it waits: 128 KiB of 256 rows.
+_PREFETCH_BYTES = 512
 
 
 class Arguments(NamedTuple):
@@ -76,6 +85,8 @@ def _launch_fused_linear(
         config = Composed()
     elif config is None:
         config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
+        if isinstance(config, WideGemmConfig) and not tma_serves((x, *weights)):
+            config = Composed()
     if isinstance(config, Composed):
         return fused_linear_reference(
             x,
@@ -94,6 +105,9 @@ def _launch_fused_linear(
             updates,
             update_scales,
         )
+    if norm and isinstance(config, NormOutside):
+        x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
+        norm_weight, norm = None, False
     out = torch.empty(
         (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device
     )
@@ -105,6 +119,8 @@ def _launch_fused_linear(
     sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
     if isinstance(config, GemvConfig):
         start_gemv(config, num_tokens, sizes, arguments)
+    elif isinstance(config, WideGemmConfig):
+        _start_wide_gemm(config, x, weights, sizes, arguments, counters)
     else:
         _start_gemm(config, num_tokens, sizes, arguments, counters)
     return out
@@ -224,7 +240,7 @@ def start_gemv(
 
 
 def _start_gemm(
-    config: SmallGemmConfig | TileGemmConfig,
+    config: SmallGemmConfig | TileGemmConfig | PlainTileGemmConfig,
     num_tokens: int,
     sizes: Sequence[int],
     arguments: Arguments,
@@ -244,20 +260,11 @@ def _start_gemm(
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     # Every share of in_features must have something to sum.
     splits = min(config.splits, triton.cdiv(constants["K"], step))
-    if counters is None or num_blocks > NUM_COUNTERS:
-        splits = 1
-    partials: Tensor = pointers[-1]
-    counter: Tensor = pointers[-1]
-    if splits > 1 and counters is not None:
-        slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
-        partials = torch.empty(
-            num_blocks * splits * slot, dtype=torch.float32, device=counters.device
-        )
-        counter = counters
+    slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
+    splits, *scratch = _split_scratch(splits, num_blocks, slot, counters, pointers[-1])
     launched = kernel[(num_blocks, splits)](
         *pointers,
-        partials,
-        counter,
+        *scratch,
         *numbers,
         **constants,
         **options,
@@ -273,3 +280,58 @@ def _start_gemm(
     )
     if isinstance(config, SmallGemmConfig):
         prefer_l1(launched, pointers[0].device)
+
+
+def _split_scratch(
+    splits: int, num_sums: int, slot: int, counters: Tensor | None, unused: Tensor
+) -> tuple[int, Tensor, Tensor]:
+    """Return into how many splits each sum goes, the memory of their parts, the counters."""
+    if splits == 1 or counters is None or num_sums > NUM_COUNTERS:
+        return 1, unused, unused
+    partials = torch.empty(num_sums * splits * slot, dtype=torch.float32, device=counters.device)
+    return splits, partials, counters
+
+
+def _start_wide_gemm(
+    config: WideGemmConfig,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sizes: Sequence[int],
+    arguments: Arguments,
+    counters: Tensor | None,
+) -> None:
+    pointers, numbers, constants = arguments
+    rows, tokens, block_k = config.rows, config.tokens, config.block_k
+    in_features, size = constants["K"], x.element_size()
+    num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
+    num_tiles = triton.cdiv(x.shape[0], tokens)
+    splits = min(config.splits, triton.cdiv(in_features, block_k))
+    slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
+    splits, *scratch = _split_scratch(splits, num_blocks * num_tiles, slot, counters, pointers[-1])
+    share = block_k * triton.cdiv(in_features, block_k * splits)
+    _wide_gemm_kernel[(num_tiles, num_blocks, splits)](
+        _descriptor(x, tokens, block_k),
+        *(_descriptor(weight, rows, block_k) for weight in weights),
+        *(None for _ in range(3 - len(weights))),
+        *pointers,
+        *scratch,
+        *numbers,
+        **constants,
+        TOKENS=tokens,
+        ROWS=rows,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        STAGES=config.stages,
+        PREFETCH=min(_PREFETCH_BYTES, min(share, in_features) * size // 16 * 16),
+        UPCAST=INTERPRETED,
+        num_warps=config.warps,
+        num_stages=1,
+    )
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe a matrix to the copies of tiles [rows, columns]; `tma_serves` it."""
+    num_rows, width = matrix.shape
+    # A single row may have any stride, which the descriptor would refuse.
+    stride = matrix.stride(0) if num_rows > 1 else triton.cdiv(width, 8) * 8
+    return TensorDescriptor(matrix, [num_rows, width], [stride, 1], [rows, columns])
