@@ -67,8 +67,7 @@ def step_bytes(model: Any, batch: int, prompt: int, new: int) -> int:
 def main() -> None:
     """Measure the shapes and batches asked for and print a table; JSON to --json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = (*shapes.NAMES, *shapes.MIXTURES)
-    parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=names)
+    parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=shapes.ALL)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)

@@ -40,7 +40,6 @@ from torch_paged.ops.fused_linear.configs import (
     GemvConfig,
     NormOutside,
     device_key,
-    size_class,
     token_bucket,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
@@ -306,8 +305,8 @@ def run_model(
         for layer in (*model.layers, model.head):
             config = configs[layer.name]
             check(layer, num_tokens, config)
-            n_class, k_class = size_class(layer.num_rows), size_class(layer.in_features)
-            shape = (token_bucket(num_tokens), n_class, k_class, layer.gated)
+            bucket = token_bucket(num_tokens)
+            shape = (bucket, layer.num_rows, layer.in_features, layer.gated)
             entries[shape] = (KIND_NAMES[type(config)], *config)
         ms = time_chain(model, num_tokens, sets, configs, attention=attention)
         tbps = (chain_bytes(model) + model.num_layers * case.bytes) / ms / 1e9

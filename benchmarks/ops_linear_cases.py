@@ -93,12 +93,21 @@ def _model(
 
 
 # Query heads, key and value heads, head_dim.
-HEADS = {"0.6b": (16, 8, 128), "1b": (32, 8, 64), "8b": (32, 8, 128), "tiny": (4, 2, 16)}
+HEADS = {
+    "0.6b": (16, 8, 128),
+    "1b": (32, 8, 64),
+    "8b": (32, 8, 128),
+    "gemma-3-4b": (8, 4, 256),
+    "phi-4-mini": (24, 8, 128),
+    "tiny": (4, 2, 16),
+}
 
 MODELS = {
     "0.6b": _model(28, 1024, (16, 8, 128), 3072, 151936),
     "1b": _model(16, 2048, (32, 8, 64), 8192, 128256),
     "8b": _model(32, 4096, (32, 8, 128), 14336, 128256),
+    "gemma-3-4b": _model(34, 2560, (8, 4, 256), 10240, 262208),
+    "phi-4-mini": _model(32, 3072, (24, 8, 128), 8192, 200064),
     "tiny": _model(2, 64, (4, 2, 16), 96, 512),
 }
 
@@ -134,7 +143,7 @@ def _gemv_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config
             waste = tiles * k_warps * chunks * 256 / layer.in_features
             if not 4 <= loads <= 8 or k_warps > warps or waste > 1.4:
                 continue
-            if tiles > 4 or rows * warps // k_warps * streams > 16:
+            if tiles > 6 or rows * warps // k_warps * streams > 16:
                 continue
             registers = 96 if num_tokens == 2 else 64 if loads < 8 else 80
             found.append(GemvConfig(rows, chunks, warps, k_warps, registers))

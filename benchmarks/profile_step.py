@@ -21,7 +21,7 @@ _STEPS = 16
 def main() -> None:
     """Profile replays and print kernels by total time, with the gaps between them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=shapes.NAMES)
+    parser.add_argument("model", choices=shapes.ALL)
     parser.add_argument("batch", type=int, nargs="?", default=1)
     parser.add_argument("--timeline", type=int, default=0, help="kernels to list in order")
     args = parser.parse_args()

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen3Config,
 )
@@ -23,8 +25,11 @@ def _rope(theta: float) -> dict[str, Any]:
 def config(name: str) -> PretrainedConfig:
     """Return the config of "0.6b" (Qwen3), "1b" (Llama-3.2), "8b" (Llama-3.1) or "tiny".
 
-    Mixtures of experts: "8x1b" (Mixtral's form over Llama-3.2-1B) and "gpt-oss-20b".
+    Other families: "gemma-3-4b", "qwen3-8b", "phi-4-mini". Mixtures of experts: "8x1b" (Mixtral's
+    form over Llama-3.2-1B) and "gpt-oss-20b".
     """
+    if name in FAMILIES:
+        return _family(name)
     if name == "0.6b":
         return Qwen3Config(
             hidden_size=1024,
@@ -76,7 +81,53 @@ def config(name: str) -> PretrainedConfig:
                 "initializer_range": 0.3,
             },
         )
-    raise ValueError(f"name must be one of {', '.join((*NAMES, *MIXTURES, TINY))}, got {name!r}")
+    raise ValueError(f"name must be one of {', '.join((*ALL, TINY))}, got {name!r}")
+
+
+def _family(name: str) -> PretrainedConfig:
+    if name == "gemma-3-4b":
+        return Gemma3TextConfig(
+            hidden_size=2560,
+            intermediate_size=10240,
+            num_hidden_layers=34,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            vocab_size=262208,
+            max_position_embeddings=131072,
+            sliding_window=1024,
+            rope_parameters={
+                "sliding_attention": _rope(1e4),
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        )
+    if name == "qwen3-8b":
+        return Qwen3Config(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            rope_parameters=_rope(1e6),
+        )
+    # The true factors of its rotary embedding differ in value alone.
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    return Phi3Config(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        vocab_size=200064,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters=rotary | factors | {"original_max_position_embeddings": 4096},
+    )
 
 
 def _mixture(name: str, common: dict[str, Any]) -> PretrainedConfig:
@@ -94,7 +145,9 @@ def _mixture(name: str, common: dict[str, Any]) -> PretrainedConfig:
 
 
 NAMES = ("0.6b", "1b", "8b")
+FAMILIES = ("gemma-3-4b", "qwen3-8b", "phi-4-mini")
 MIXTURES = ("8x1b", "gpt-oss-20b")
+ALL = (*NAMES, *FAMILIES, *MIXTURES)
 # No model that anyone runs: the same code on a CPU, in seconds.
 TINY = "tiny"
 

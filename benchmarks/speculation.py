@@ -82,9 +82,9 @@ class Agreement:
         self.num_rounds += 1
         if end == width:
             return drafted, scores
-        right = self.truth[:, width:end]
+        right = self.truth[:, width:end].to(ids.device)
         at = self.num_candidates % (len(self._agrees) - 256)
-        agrees = self._agrees[at : at + end - width]
+        agrees = self._agrees[at : at + end - width].to(ids.device)
         self.num_candidates += end - width
         candidates = torch.where(agrees, right, (right + 1) % self._vocab_size)
         return torch.cat([ids, candidates], dim=1), scores
@@ -134,8 +134,8 @@ class Bench:
         """Return a row with what each verification yields besides."""
         row: dict[str, Any] = {"what": what} | self.measure(self.model, **options)
         agreement, args = self.agreement, self.args
-        # differenced: a warm-up and `repeats` calls of new + 1 tokens, `repeats` of one.
-        tokens = (args.repeats + 1) * (args.new + 1) + args.repeats
+        # differenced: a warm-up and `repeats` calls of new + 1 tokens, two more than that of one.
+        tokens = (args.repeats + 1) * (args.new + 1) + args.repeats + 2
         row["tokens_per_round"] = tokens / max(agreement.num_rounds, 1)
         row["candidates_per_round"] = agreement.num_candidates / max(agreement.num_rounds, 1)
         return row

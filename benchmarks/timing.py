@@ -86,6 +86,8 @@ def differenced(call: Callable[[int], float], new: int, repeats: int) -> dict[st
         new: decode steps behind the first token.
     """
     call(new + 1)
+    for _ in range(2):  # what is met again is captured
+        call(1)
     shorts = summarize([call(1) for _ in range(repeats)])
     longs = summarize([call(new + 1) for _ in range(repeats)])
     # Either end may be off: the spread counts both.

@@ -157,6 +157,25 @@ def test_small_batch_plan_of_llama_has_five_kernels_a_layer():
     assert not any(isinstance(i, Norm | Add | Glu) for i in plan.instructions)
 
 
+def test_norms_behind_a_block_add_the_residual():
+    for name in ("gemma3", "olmo3"):
+        plan = fuse(lower(read_spec(make_model(name)), "decode"), FusionProfile(always))
+        layer = [str(i) for i in plan.instructions if "layers.1." in str(i)]
+        assert not any(isinstance(i, Add) for i in plan.instructions)
+        assert sum("rms_norm+add" in line for line in layer) == 2
+
+
+def test_halves_of_one_weight_are_a_gate_and_its_up_projection():
+    model = make_model("phi3")
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
+    assert not any(isinstance(i, Glu) for i in plan.instructions)
+    name = "model.layers.1.mlp.gate_up_proj"
+    assert f"m1 = rms_norm+linear+silu_glu[{name}](r1)" in str(plan)
+    model.model.layers[1].mlp.gate_up_proj.register_forward_hook(lambda *args: None)
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
+    assert f"gu1 = linear[{name}](y1)" in str(plan) and "m1 = silu_glu(gu1)" in str(plan)
+
+
 def test_plan_of_gpt2_adds_positions_and_leaves_weights_where_they_are():
     model = make_model("gpt2")
     spec = read_spec(model)

@@ -38,7 +38,7 @@ from torch_paged.ops.paged_attention.decode_launch import _launch_fused_decode_a
 from torch_paged.ops.paged_attention.prefill import _launch_paged_prefill_attention
 from torch_paged.ops.penalties import apply_repetition_penalty, apply_suppress_mask, mark_seen
 from torch_paged.ops.record_tokens import record_tokens
-from torch_paged.ops.rms_norm import add_rms_norm, rms_norm
+from torch_paged.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from torch_paged.ops.rotary_by_span import rotary_by_span
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
 from torch_paged.ops.rotary_table import rotary_table
@@ -156,6 +156,13 @@ _TABLE = 33 if DEVICE == "cuda" else 7
 _add("decode-split", _decode, _SPLIT, heads=(8, 2, 128), table=_TABLE, norm=True)
 _add("decode-split-cached", _decode, _SPLIT, heads=(7, 1, 64), table=_TABLE, fused=False)
 _add("decode-split-fp32", _decode, _SPLIT, heads=(4, 2, 64), table=_TABLE, dtype=torch.float32)
+# A few programs for each multiprocessor, and many.
+_WAVE = [1, 0, 16, 17, 100] if DEVICE == "cpu" else [1, 0, 16, 17, 100] * 5
+_add("decode-several", _decode, _WAVE, heads=(8, 8, 64), table=7, norm=True)
+_add("decode-several-256", _decode, _WAVE, heads=(8, 8, 256), table=7)
+_add("decode-many", _decode, _WAVE * 3, heads=(16, 8, 128), table=7, norm=True)
+_add("decode-many-window", _decode, _WAVE * 3, heads=(8, 8, 80), table=7, window=33, extras=True)
+_add("decode-many-fp32", _decode, _WAVE * 3, heads=(8, 8, 64), table=7, dtype=torch.float32)
 _add("decode-window", _decode, _SPLIT, heads=(6, 2, 80), table=_TABLE, window=300, half=16)
 _add("decode-256", _decode, [5, 16, 33], heads=(8, 1, 256), norm=True, extras=True)
 _add("decode-96", _decode, [8, 9, 0, 20], heads=(3, 3, 96), block_size=8, interleaved=True)
@@ -382,6 +389,7 @@ def _norms() -> None:
         rms_norm(x, gain, eps=1e-6)
         rms_norm(x, None, eps=1e-6)
         add_rms_norm(x, _rows(3, width, dtype=dtype), gain, eps=1e-6, offset=1.0)
+        rms_norm_add(x, _rows(3, width, dtype=dtype), gain, eps=1e-6, offset=1.0)
     rms_norm(_rows(3, 160).unflatten(1, (2, 80)), _randn(80), eps=1e-6)
 
 

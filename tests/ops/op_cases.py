@@ -75,6 +75,7 @@ EXPERTS = (_randn(4, 12, 16), _randn(4, 16, 6), _randn(4, 12), _randn(4, 16))
 
 CASES = {
     "activation": Case((_randn(3, 20),), {"activation": "silu"}),
+    "rms_norm_add": Case((_randn(3, 20), _randn(3, 20) + 1, _randn(20)), {"eps": 1e-6}),
     "add_rms_norm": Case((_randn(3, 20), _randn(3, 20) + 1, _randn(20)), {"eps": 1e-6}),
     "advance": Case(
         (

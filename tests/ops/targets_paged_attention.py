@@ -51,14 +51,16 @@ def _decode(
     for name, capabilities, tile_bytes, warps, stages, prefetch in (
         ("short", (90, 100), 65536, 8, 1, 0),
         ("few", (90, 100), 32768, 8, 3, 256),
-        ("many", (90, 100), 32768, 8, 2, 0),
+        ("several", (90, 100), 32768, 8, 2, 0),
+        ("many", (90, 100), 8192, 4, 3, 0),
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
-        if name == "short" and label not in _SHORT:
+        if name in ("short", "several") and label not in _SHORT:
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
+        early = ("short", "several") if element_size == 2 and head_dim <= 192 else ()
         power = 1 << (group - 1).bit_length()
         block_m, block_d, block_dv = max(16, power), _power(head_dim), _power(v)
         num_warps = warps if block_m < 64 else 8
@@ -88,12 +90,13 @@ def _decode(
             "MERGE_HEADS": min(power, 8),
             "NUM_STAGES": stages,
             "FUSED": True,
-            "SPLIT": name != "many",
+            "SPLIT": name not in ("several", "many"),
             "HAS_Q_NORM": False,
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
-            "EARLY": name == "short" and constants.get("FUSED", True),
+            "EARLY": name in early and constants.get("FUSED", True),
+            "HEADS_FIRST": name == "many",
             "PREFETCH": prefetch,
             "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),
             "V_LINES": 1 << (max(v * element_size // 128, 1).bit_length() - 1),

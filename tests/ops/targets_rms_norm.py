@@ -1,4 +1,4 @@
-"""Compile targets of rms_norm and add_rms_norm."""
+"""Compile targets of rms_norm, add_rms_norm and rms_norm_add."""
 
 from __future__ import annotations
 
@@ -13,9 +13,27 @@ TARGETS = [
         types={**_FLOATS, "width": "i32:16"},
         constants={
             "num_heads": 1,
-            "HAS_RESIDUAL": True,
+            "ADD_BEFORE": True,
+            "ADD_AFTER": False,
+            "WIDE_NORM": False,
             "HAS_WEIGHT": True,
             "CAST_BEFORE_GAIN": True,
+            "BLOCK": 4096,
+        },
+        num_warps=8,
+        hot=True,
+    ),
+    Target(
+        "rms_norm:_rms_norm_kernel",
+        label="hidden2560-then-add",
+        types={**_FLOATS, "width": "i32:16"},
+        constants={
+            "num_heads": 1,
+            "ADD_BEFORE": False,
+            "ADD_AFTER": True,
+            "WIDE_NORM": False,
+            "HAS_WEIGHT": True,
+            "CAST_BEFORE_GAIN": False,
             "BLOCK": 4096,
         },
         num_warps=8,
@@ -29,7 +47,9 @@ TARGETS = [
             **{f"{name}_ptr": "*fp32" for name in ("x", "residual", "weight", "out", "total")},
         },
         constants={
-            "HAS_RESIDUAL": False,
+            "ADD_BEFORE": False,
+            "ADD_AFTER": False,
+            "WIDE_NORM": False,
             "HAS_WEIGHT": True,
             "CAST_BEFORE_GAIN": False,
             "BLOCK": 16384,

@@ -19,7 +19,6 @@ from torch_paged.ops.fused_linear.configs import (
     TileGemmConfig,
     choose_config,
     folds,
-    size_class,
     tma_serves,
     token_bucket,
 )
@@ -66,15 +65,13 @@ def assert_valid(config: object, problem: Problem) -> None:
 def test_every_entry_of_the_table_is_a_valid_configuration(
     key: tuple[int, int], shape: tuple[int, int, int, bool], entry: tuple[str | int, ...]
 ) -> None:
-    bucket, _, k_class, gated = shape
+    bucket, num_rows, in_features, gated = shape
     assert bucket in TOKEN_BUCKETS
     kind, *fields = entry
     if kind == "torch":
         assert bucket > ALWAYS_KERNEL_ROWS and not fields
     else:
-        # A size class holds sizes of up to half an octave more than the least.
-        in_features = 1 << k_class // 2 if k_class % 2 == 0 else 3 << k_class // 2 - 1
-        assert_valid(KINDS[kind](*fields), Problem(bucket, 4096, in_features, gated))
+        assert_valid(KINDS[kind](*fields), Problem(bucket, num_rows, in_features, gated))
 
 
 @pytest.mark.parametrize("key", [H200, (90, 114), (80, 108), (89, 24), (100, 148), (75, 40)])
@@ -106,7 +103,7 @@ def test_no_sum_is_split_without_counters() -> None:
 
 def test_a_measured_shape_lends_its_configuration_to_its_neighbours_only() -> None:
     measured = choose_config(H200, Problem(1, 4096, 4096, False), torch.bfloat16, True)
-    near = choose_config(H200, Problem(1, 5120, 5120, False), torch.bfloat16, True)
+    near = choose_config(H200, Problem(1, 4800, 4096, False), torch.bfloat16, True)
     assert near == measured
     far = choose_config(H200, Problem(64, 64, 262144, False), torch.bfloat16, True)
     assert isinstance(far, TileGemmConfig) and far.rows == 64
@@ -117,13 +114,25 @@ def test_more_rows_than_the_kernels_take_get_none() -> None:
     assert choose_config(H200, problem, torch.bfloat16, True) == Composed()
 
 
+def test_steps_that_do_not_fit_a_sum_are_left_to_shapes_that_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = {(1, 4096, 2048, False): ("gemv", 2, 2, 4, 4, 64)}  # steps of 2048
+    entries[1, 5120, 3584, False] = ("gemv", 2, 2, 4, 1, 64)  # of 512
+    monkeypatch.setattr(configs, "TABLE", {H200: entries})
+    for in_features, k_warps in ((2048, 4), (2560, 1), (3072, 1), (3584, 1)):
+        configs._measured.cache_clear()
+        problem = Problem(1, 4096, in_features, False)
+        assert choose_config(H200, problem, torch.bfloat16, True).k_warps == k_warps
+
+
 @pytest.mark.parametrize("num_tokens", [65, 128, 129, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_many_rows_take_the_wide_kernel_on_hopper_unless_torch_was_quicker(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_tokens: int
 ) -> None:
     problem = Problem(num_tokens, 6144, 4096, False)
-    shape = (token_bucket(num_tokens), size_class(6144), size_class(4096), False)
+    shape = (token_bucket(num_tokens), 6144, 4096, False)
     monkeypatch.setattr(configs, "TABLE", {H200: {}})
     configs._measured.cache_clear()
     assert isinstance(choose_config(H200, problem, dtype, True), WideGemmConfig)
@@ -158,7 +167,7 @@ def fresh_measurements() -> Iterator[None]:
 def test_a_measured_kernel_says_what_it_takes_in(
     monkeypatch: pytest.MonkeyPatch, entry: tuple[str | int, ...], want: str
 ) -> None:
-    shape = (128, size_class(6144), size_class(4096), False)
+    shape = (128, 6144, 4096, False)
     monkeypatch.setattr(configs, "TABLE", {H200: {shape: entry}})
     monkeypatch.setattr(configs, "device_key", lambda device: H200)
     configs._measured.cache_clear()
@@ -176,10 +185,6 @@ def test_tile_copies_need_rows_at_multiples_of_16_bytes() -> None:
     assert not tma_serves([torch.zeros(4, 63, dtype=torch.bfloat16)])
     assert not tma_serves([matrix[:1].expand(4, 64)])
     assert not tma_serves([matrix[:0]])
-
-
-def test_size_classes_are_half_octaves() -> None:
-    assert [size_class(n) for n in (1, 2, 3, 4, 5, 6, 7, 8)] == [0, 2, 3, 4, 4, 5, 5, 6]
 
 
 X = torch.zeros(2, 16)

@@ -40,6 +40,16 @@ SPLIT = DecodeConfig(
     early_tile=True,
 )
 LATE = dataclasses.replace(SPLIT, early_tile=False)
+# As where programs are many: a row each, in several tiles.
+WAVES = DecodeConfig(tile_bytes=2048, programs_per_sm=0, early_tile=False, heads_first=True)
+CONFIGS = {
+    "default": None,
+    "split": SPLIT,
+    "late": LATE,
+    "waves": WAVES,
+    "waves, early": dataclasses.replace(WAVES, early_tile=True),
+    "split, heads first": dataclasses.replace(SPLIT, heads_first=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +161,7 @@ def _check_cache_write(
         assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", [None, SPLIT, LATE], ids=["default", "split", "late"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "written"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unwritten_slots_never_reach_the_output(
@@ -232,7 +242,7 @@ def _sinks(num_heads: int) -> Tensor:
 @pytest.mark.parametrize("window", [0, 32])
 @pytest.mark.parametrize("lengths", [[5, 300], [1, 33]], ids=["300", "33"])
 def test_sinks_count_once_a_row(lengths: list[int], window: int) -> None:
-    for config in (None, SPLIT):
+    for config in CONFIGS.values():
         _check_decode(
             lengths,
             num_heads=4,
@@ -278,7 +288,7 @@ def test_alibi_is_relative_to_the_query(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "cached"])
-@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_alibi_in_bfloat16_is_rounded_at_every_key(
     fused: bool, config: DecodeConfig | None
 ) -> None:
@@ -293,10 +303,10 @@ def test_alibi_in_bfloat16_is_rounded_at_every_key(
 NOWHERE = 1 << 30
 
 
-@pytest.mark.parametrize("config", [None, SPLIT], ids=["default", "split"])
-@pytest.mark.parametrize("window", [1, 16, 17, 40])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("window", [0, 1, 16, 17, 40])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "cached"])
-def test_table_entries_behind_the_window_are_not_followed(
+def test_table_entries_out_of_sight_are_not_followed(
     window: int, fused: bool, config: DecodeConfig | None
 ) -> None:
     lengths = [1, 16, 33, 65]  # at block boundaries and one past them
@@ -305,7 +315,8 @@ def test_table_entries_behind_the_window_are_not_followed(
     new = _new_tokens(pool, 2)
     table = pool.block_table.clone()
     for row, length in enumerate(lengths):
-        table[pool.slots[row], : max(length - window, 0) // 16] = NOWHERE
+        table[pool.slots[row], : max(length - window, 0) // 16 if window else 0] = NOWHERE
+        table[pool.slots[row], -(-length // 16) :] = NOWHERE
     outputs = []
     for block_table in (pool.block_table, table):
         indices = (block_table, pool.slots, pool.context_lens, _counters(len(lengths), 2), 0.25)
@@ -388,7 +399,7 @@ def test_empty_batch_gives_an_empty_output() -> None:
         assert output.shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize("config", [SPLIT, None], ids=["split", "default"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("window", [0, 17])
 def test_tokens_of_one_row_as_rows_that_share_a_table(
     window: int, config: DecodeConfig | None

@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm against Hugging Face's own modules."""
+"""rms_norm, add_rms_norm and rms_norm_add against Hugging Face's own modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from torch_paged.ops.rms_norm import (
     _launch_add_rms_norm,
     _launch_rms_norm,
+    _launch_rms_norm_add,
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,
+    rms_norm_add,
+    rms_norm_add_reference,
     rms_norm_reference,
 )
 
@@ -151,6 +154,25 @@ def test_sum_is_the_one_that_hugging_face_holds(kind, width, launch, dtype):
         _assert_matches(got, module, expected, offset)
 
 
+@pytest.mark.parametrize("gain_dtype", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_added_after_the_norm_is_added_as_by_torch(kind, dtype, gain_dtype):
+    _, offset, cast = KINDS[kind]
+    weight = None if gain_dtype is None else _module(kind, 80, gain_dtype).weight
+    x, arguments = _rows("normal", 80, dtype), (weight, EPS, offset, cast)
+    for residual_dtype in (dtype, torch.float32):
+        residual = _rows("normal", 80, residual_dtype) * 3
+        got = _launch_rms_norm_add(x, residual, *arguments)
+        expected = residual + _launch_rms_norm(x, *arguments)
+        # In float32 a GPU may add without rounding the product.
+        rtol = 1e-6 if expected.dtype == torch.float32 else 0
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+        got = rms_norm_add_reference(x, residual, *arguments)
+        expected = residual + rms_norm_reference(x, *arguments)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 def test_gemma_gain_is_added_in_fp32(launch):
     # x_hat is 1, so the output is the gain: 1.00390625 in fp32; 1 + 2**-8 in bf16 would be 1.
@@ -224,6 +246,8 @@ def test_no_rows_give_no_rows(shape):
         assert norm(x, weight, EPS).shape == shape
     for norm in (_launch_add_rms_norm, add_rms_norm_reference):
         assert [part.shape for part in norm(x, x, weight, EPS)] == [shape, shape]
+    for norm in (_launch_rms_norm_add, rms_norm_add_reference):
+        assert norm(x, x, weight, EPS).shape == shape
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -237,17 +261,22 @@ def test_opcheck(dtype, offset):
         torch.library.opcheck(
             torch.ops.torch_paged.add_rms_norm.default, (x, residual, weight, EPS, offset, False)
         )
+        torch.library.opcheck(
+            torch.ops.torch_paged.rms_norm_add.default, (x, residual, weight, EPS, offset, False)
+        )
 
 
 def test_compiles_without_graph_breaks():
     @torch.compile(fullgraph=True, backend="eager")
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out, total = add_rms_norm(x, residual, weight, eps=EPS)
-        return rms_norm(out + total, weight, eps=EPS, offset=1.0)
+        out = rms_norm(out + total, weight, eps=EPS, offset=1.0)
+        return rms_norm_add(out, total, weight, eps=EPS)
 
     x, weight = _rows("normal", 80, torch.float32), torch.ones(80, device=DEVICE)
     out, total = add_rms_norm(x, x, weight, eps=EPS)
     expected = rms_norm(out + total, weight, eps=EPS, offset=1.0)
+    expected = rms_norm_add(expected, total, weight, eps=EPS)
     torch.testing.assert_close(block(x, x, weight), expected, rtol=0, atol=0)
 
 
@@ -286,6 +315,8 @@ def test_wrong_arguments_are_named(x, weight, error):
 def test_wrong_residual_is_named():
     with pytest.raises(ValueError, match=r"residual must be \[2, 4\]"):
         add_rms_norm(torch.ones(2, 4), torch.ones(2, 5), None, eps=EPS)
+    with pytest.raises(ValueError, match=r"residual must be \[2, 4\]"):
+        rms_norm_add(torch.ones(2, 4), torch.ones(2, 5), None, eps=EPS)
 
 
 def test_too_wide_rows_are_refused():

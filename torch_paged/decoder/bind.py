@@ -45,6 +45,7 @@ from torch_paged.ops.unchecked import (
     embed,
     glu,
     rms_norm,
+    rms_norm_add,
     rotary_by_span,
     rotary_table,
 )
@@ -257,7 +258,16 @@ def _bind_norm(ins: Norm, decode: bool) -> Call:
     if spec.kind == "layer":
         return _bind_layer_norm(ins)
     weight, eps, offset, cast = gain(spec), spec.eps, spec.offset, spec.cast_before_gain
-    residual, summed = ins.residual, ins.summed
+    residual, summed, after = ins.residual, ins.summed, ins.added
+    if after is not None:
+
+        def before_add(values: Values, inputs: StepInputs) -> None:
+            x, other = values[source], values[after]
+            values[target] = rms_norm_add(
+                x, other, weight, eps=eps, offset=offset, cast_before_gain=cast
+            )
+
+        return before_add
     if residual is None or summed is None:
 
         def plain(values: Values, inputs: StepInputs) -> None:

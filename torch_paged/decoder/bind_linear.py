@@ -86,6 +86,9 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
     held = [held_linear(part.ref.module) for part in ins.parts]
     weights = [linear.base.weight.detach() for linear in held]
     biases = [None if h.base.bias is None else h.base.bias.detach() for h in held]
+    if ins.gated and len(held) == 1:
+        weights = list(weights[0].chunk(2))
+        biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
     downs, updates, scales = _bound_updates(held)
     sizes = [weight.shape[0] for weight in weights]
     source, targets, residual = ins.source, ins.targets, ins.residual

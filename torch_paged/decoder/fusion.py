@@ -16,6 +16,7 @@ from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
 from torch_paged.decoder.plan_experts import Experts
 from torch_paged.decoder.slots import plain_slot
+from torch_paged.decoder.spec import LinearSpec
 from torch_paged.ops.fused_linear import MAX_RANK, Folds, tma_serves
 
 # Says of a layer (output features over all parts, input features), and whether its two parts are
@@ -32,7 +33,7 @@ def always(shape: tuple[int, int], gated: bool) -> Folds:
 class FusionProfile:
     """Which rules apply: linears take the neighbours that `linears` names, norms take adds always.
 
-    A linear that takes what follows but no norm is one kernel for all of its parts.
+    A linear that is served is one kernel for all of its parts, with neighbours or without.
 
     `linears` None leaves all linears to torch.
     """
@@ -53,7 +54,7 @@ def fuse(plan: Plan, profile: FusionProfile) -> Plan:
         rules += [partial(fold, pays=pays) for fold in folds]
         rules += [_experts_residual]
     if profile.add_norm:
-        rules += [_add_norm]
+        rules += [_add_norm, _norm_add]
     instructions = list(plan.instructions)
     for rule in rules:
         instructions = _apply(rule, instructions, plan.result)
@@ -75,7 +76,15 @@ def _apply(rule: Rule, instructions: list[Instruction], result: str) -> list[Ins
     return out
 
 
-def _folds(linear: Linear, pays: Pays) -> Folds:
+def _has_halves(part: LinearSpec) -> bool:
+    """Say whether a linear can be read as two, of half its output features each."""
+    module = part.ref.module
+    if linear_slot(module).kind != "fused" or held_linear(module).updates:
+        return False
+    return held_linear(module).weight.shape[0] % 2 == 0
+
+
+def _folds(linear: Linear, pays: Pays, gated: bool = False) -> Folds:
     modules = [part.ref.module for part in linear.parts]
     if len(modules) > 3 or any(linear_slot(module).kind != "fused" for module in modules):
         return "none"
@@ -85,13 +94,14 @@ def _folds(linear: Linear, pays: Pays) -> Folds:
     weights = [linear.base.weight for linear in held]
     shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
     # Two projections alike of one source are a gate and its up projection in every family.
-    folds = pays(shape, len(modules) == 2 and len({w.shape for w in weights}) == 1)
+    alike = len(modules) == 2 and len({w.shape for w in weights}) == 1
+    folds = pays(shape, gated or linear.gated or alike)
     return "none" if folds == "epilogue" and not tma_serves(weights) else folds
 
 
 def _one_kernel(instruction: Instruction, pays: Pays) -> Instruction:
-    """Make a linear whose kernel leaves the norm to others one kernel, without neighbours too."""
-    if isinstance(instruction, Linear) and _folds(instruction, pays) == "epilogue":
+    """Make a linear that a kernel serves one call of it, without neighbours too."""
+    if isinstance(instruction, Linear) and _folds(instruction, pays) != "none":
         return replace(instruction, one_kernel=True)
     return instruction
 
@@ -134,13 +144,11 @@ def _linear_glu(
 ) -> Instruction | None:
     if not isinstance(first, Linear) or not isinstance(second, Glu):
         return None
-    if (
-        len(first.parts) != 2
-        or second.projections != first.targets
-        or _folds(first, pays) == "none"
-    ):
+    if second.projections != first.targets or any(uses[target] != 1 for target in first.targets):
         return None
-    if any(uses[target] != 1 for target in first.targets):
+    if len(first.parts) == 1 and not _has_halves(first.parts[0]):
+        return None
+    if len(first.parts) > 2 or _folds(first, pays, gated=True) == "none":
         return None
     return replace(first, targets=(second.target,), activation=second.activation, gated=True)
 
@@ -179,6 +187,18 @@ def _experts_residual(
     if second.multiplier != 1.0:
         return None
     return replace(first, target=second.target, residual=second.left)
+
+
+def _norm_add(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:
+    if not isinstance(first, Norm) or not isinstance(second, Add):
+        return None
+    if second.right != first.target or first.residual is not None or uses[first.target] != 1:
+        return None
+    if first.spec.kind != "rms" or plain_slot(first.spec.ref.module).kind != "fused":
+        return None
+    if second.multiplier != 1.0 or second.left == first.target:
+        return None
+    return replace(first, target=second.target, added=second.left)
 
 
 def _add_norm(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:

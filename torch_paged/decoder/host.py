@@ -218,6 +218,7 @@ class HostStep:
     def _norm(self, ins: Norm) -> Call:
         source = self._values[ins.source].array
         residual = None if ins.residual is None else self._values[ins.residual].array
+        added = None if ins.added is None else self._values[ins.added].array
         out = self._buffer(ins.target, source.shape[1]).array
         summed = source
         if ins.summed is not None:
@@ -228,6 +229,8 @@ class HostStep:
             if residual is not None:
                 np.add(residual, source, out=summed)
             scale_rows(summed, out)
+            if added is not None:
+                np.add(added, out, out=out)
 
         return call
 

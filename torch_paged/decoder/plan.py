@@ -70,17 +70,22 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """target = norm(source), or norm(source + residual) with the sum kept in `summed`."""
+    """target = norm(source), or norm(source + residual) with the sum kept in `summed`.
+
+    With `added` instead of these: target = added + norm(source).
+    """
 
     spec: NormSpec
     source: str
     target: str
     residual: str | None = None
     summed: str | None = None
+    added: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (self.source,) if self.residual is None else (self.source, self.residual)
+        others = (self.residual, self.added)
+        return (self.source, *(other for other in others if other is not None))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -88,7 +93,8 @@ class Norm:
 
     def __str__(self) -> str:
         if self.residual is None:
-            return f"{self.target} = {self.spec.kind}_norm[{self.spec.ref.name}]({self.source})"
+            op = f"{self.spec.kind}_norm" + ("" if self.added is None else "+add")
+            return f"{self.target} = {op}[{self.spec.ref.name}]({', '.join(self.sources)})"
         return (
             f"{self.target}, {self.summed} = add_{self.spec.kind}_norm[{self.spec.ref.name}]"
             f"({self.source}, {self.residual})"
@@ -100,8 +106,9 @@ class Linear:
     """Projections of one source, with an optional norm prologue and one optional epilogue.
 
     Without an epilogue there is a target for each part. `gated` combines (gate, up) into one
-    target; `activation` alone applies to a single part; `residual` is added to a single part.
-    `one_kernel`: one call serves all parts even where neither norm nor epilogue asks for it.
+    target, which may be the halves of one part; `activation` alone applies to a single part;
+    `residual` is added to a single part. `one_kernel`: one call serves all parts even where
+    neither norm nor epilogue asks for it.
     """
 
     parts: tuple[LinearSpec, ...]

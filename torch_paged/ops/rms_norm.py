@@ -1,4 +1,4 @@
-"""RMS normalisation of rows, alone or after a residual add.
+"""RMS normalisation of rows, alone, after a residual add or before one.
 
     x_hat = x / sqrt(mean(x^2) + eps)                  in fp32
     out   = weight * x_hat.to(x.dtype)                 cast_before_gain (Llama)
@@ -24,7 +24,14 @@ from torch_paged.ops.triton_compat import (
     use_pdl,
 )
 
-__all__ = ["add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_reference"]
+__all__ = [
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_reference",
+    "rms_norm_reference",
+]
 
 # One program of 16 warps holds a whole row in registers: here 64 fp32 values a thread.
 _MAX_WIDTH = 32768
@@ -64,6 +71,18 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, offset, cast_before_gain), total
 
 
+def rms_norm_add_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_before_gain: bool = True,
+) -> Tensor:
+    """Normalise, round to the dtype that Hugging Face would hold, and add."""
+    return residual + rms_norm_reference(x, weight, eps, offset, cast_before_gain)
+
+
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
@@ -79,13 +98,19 @@ def _rms_norm_kernel(
     width,
     eps,
     offset,
-    HAS_RESIDUAL: tl.constexpr,
+    ADD_BEFORE: tl.constexpr,
+    ADD_AFTER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     CAST_BEFORE_GAIN: tl.constexpr,
+    WIDE_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row a program: total = x + residual; out = gain * total * rsqrt(mean(total^2) + eps)."""
+    """One row a program: total = x + residual; out = gain * total * rsqrt(mean(total^2) + eps).
+
+    ADD_AFTER: total = x, and the residual is added to out, which is first rounded to the dtype of
+    x unless WIDE_NORM.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
     head = row % num_heads
@@ -98,9 +123,10 @@ def _rms_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + token * stride_xt + head * stride_xh + cols, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if ADD_BEFORE or ADD_AFTER:
         residual_row = residual_ptr + token * stride_rt + head * stride_rh
         residual = tl.load(residual_row + cols, mask=mask, other=0.0)
+    if ADD_BEFORE:
         total = x.to(tl.float32) + residual.to(tl.float32)
         x = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * width + cols, x, mask=mask)
@@ -110,6 +136,10 @@ def _rms_norm_kernel(
         value = value.to(x.dtype).to(tl.float32)
     if HAS_WEIGHT:
         value = value * gain
+    if ADD_AFTER:
+        if not WIDE_NORM:
+            value = value.to(x.dtype).to(tl.float32)
+        value += residual.to(tl.float32)
     tl.store(out_ptr + row * width + cols, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -126,12 +156,19 @@ def _launch(
     eps: float,
     offset: float,
     cast_before_gain: bool,
+    add_after: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     width = x.shape[-1]
     cast_before_gain = cast_before_gain and offset == 0.0
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    out = torch.empty(x.shape, dtype=_out_dtype(dtype, weight, cast_before_gain), device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=dtype, device=x.device)
+    add_before = residual is not None and not add_after
+    dtype = x.dtype
+    if residual is not None and add_before:
+        dtype = torch.promote_types(dtype, residual.dtype)
+    total = torch.empty(x.shape, dtype=dtype, device=x.device) if add_before else None
+    dtype = normed = _out_dtype(dtype, weight, cast_before_gain)
+    if residual is not None and add_after:
+        dtype = torch.promote_types(dtype, residual.dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
     if num_rows == 0 or width == 0:
@@ -154,9 +191,11 @@ def _launch(
         width,
         eps,
         offset,
-        HAS_RESIDUAL=residual is not None,
+        ADD_BEFORE=add_before,
+        ADD_AFTER=add_after,
         HAS_WEIGHT=weight is not None,
         CAST_BEFORE_GAIN=cast_before_gain,
+        WIDE_NORM=normed != x.dtype,
         BLOCK=block,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 16),
@@ -188,6 +227,17 @@ def _launch_add_rms_norm(
     return out, total
 
 
+def _launch_rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_before_gain: bool = True,
+) -> Tensor:
+    return _launch(x, residual, weight, eps, offset, cast_before_gain, add_after=True)[0]
+
+
 def _rms_norm_fake(
     x: Tensor,
     weight: Tensor | None,
@@ -212,6 +262,19 @@ def _add_rms_norm_fake(
     return _rms_norm_fake(total, weight, eps, offset, cast_before_gain), total
 
 
+def _rms_norm_add_fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_before_gain: bool = True,
+) -> Tensor:
+    normed = _rms_norm_fake(x, weight, eps, offset, cast_before_gain)
+    dtype = torch.promote_types(normed.dtype, residual.dtype)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
 _RMS_NORM = register_op(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset=0.0, "
     "bool cast_before_gain=True) -> Tensor",
@@ -226,6 +289,14 @@ _ADD_RMS_NORM = register_op(
     cpu=add_rms_norm_reference,
     cuda=_launch_add_rms_norm,
     fake=_add_rms_norm_fake,
+)
+
+_RMS_NORM_ADD = register_op(
+    "rms_norm_add(Tensor x, Tensor residual, Tensor? weight, float eps, float offset=0.0, "
+    "bool cast_before_gain=True) -> Tensor",
+    cpu=rms_norm_add_reference,
+    cuda=_launch_rms_norm_add,
+    fake=_rms_norm_add_fake,
 )
 
 
@@ -247,6 +318,14 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
         raise ValueError(
             f"weight must be contiguous [{width}], the width of x, got {list(weight.shape)} "
             f"with strides {weight.stride()}"
+        )
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape or (x.shape[-1] > 1 and residual.stride(-1) != 1):
+        raise ValueError(
+            f"residual must be {list(x.shape)} like x, contiguous in its last dimension, "
+            f"got {list(residual.shape)} with strides {residual.stride()}"
         )
 
 
@@ -303,9 +382,31 @@ def add_rms_norm(
     """
     if not torch.compiler.is_compiling():
         _check(x, weight)
-        if residual.shape != x.shape or (x.shape[-1] > 1 and residual.stride(-1) != 1):
-            raise ValueError(
-                f"residual must be {list(x.shape)} like x, contiguous in its last dimension, "
-                f"got {list(residual.shape)} with strides {residual.stride()}"
-            )
+        _check_residual(x, residual)
     return _ADD_RMS_NORM(x, residual, weight, eps, offset, cast_before_gain)
+
+
+def rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    cast_before_gain: bool = True,
+) -> Tensor:
+    """Normalise the rows of `x` and add `residual` to the result.
+
+    The arguments are those of :func:`rms_norm`; `residual` has the shape of `x`.
+
+    Returns:
+        What torch returns for ``residual + rms_norm(x, ...)``, contiguous.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as in :func:`rms_norm`.
+        NotImplementedError: the rows are wider than 32768.
+    """
+    if not torch.compiler.is_compiling():
+        _check(x, weight)
+        _check_residual(x, residual)
+    return _RMS_NORM_ADD(x, residual, weight, eps, offset, cast_before_gain)

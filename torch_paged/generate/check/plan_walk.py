@@ -115,7 +115,8 @@ def written_places(ins: Instruction) -> list[Place]:
         return [Place(ins.target, ins.ref, True)]
     if isinstance(ins, Norm):
         summed = [] if ins.summed is None else [Place(ins.summed, ins.spec.ref, False)]
-        return [*summed, Place(ins.target, ins.spec.ref, True)]
+        target = [] if ins.added is not None else [Place(ins.target, ins.spec.ref, True)]
+        return [*summed, *target]
     if isinstance(ins, Linear) and ins.activation is None and ins.residual is None:
         return [Place(t, part.ref, True) for t, part in zip(ins.targets, ins.parts, strict=True)]
     if isinstance(ins, Experts) and ins.residual is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -188,8 +189,14 @@ def tma_serves(tensors: Iterable[torch.Tensor]) -> bool:
     return True
 
 
-# How many half octaves, over both dimensions, a measured shape may be away.
-_NEAR = 4
+# How many half octaves, over both dimensions, a measured shape may be away. A configuration whose
+# steps cut the sum worse than the one it was measured with is further away: one more step in four
+# counts as an octave.
+_NEAR = 4.0
+_STEP_WEIGHT = 8.0
+
+# Elements of 16 bits that the lanes of a warp load at once.
+_WARP_ELEMENTS = 256
 
 # Tiles this deep are for programs that have just one: several in flight would not fit.
 ONE_TILE_BLOCK_K = 256
@@ -198,16 +205,35 @@ ONE_TILE_BLOCK_K = 256
 @functools.cache
 def _measured(key: tuple[int, int], problem: Problem) -> Config | None:
     """Return the configuration measured on this kind of device for the nearest shape."""
-    bucket = token_bucket(problem.num_tokens)
-    n_class, k_class = size_class(problem.num_rows), size_class(problem.in_features)
-    found: dict[Config, int] = {}
+    bucket, nearest, best = token_bucket(problem.num_tokens), _NEAR, None
     for shape, entry in TABLE.get(key, {}).items():
-        distance = abs(shape[1] - n_class) + abs(shape[2] - k_class)
-        if shape[0] == bucket and shape[3] == problem.gated and distance <= _NEAR:
-            config = _config(entry)
-            if _reaches(config, problem):
-                found[config] = min(distance, found.get(config, distance))
-    return min(found, key=found.__getitem__, default=None)
+        config = _config(entry)
+        if (shape[0], shape[3]) != (bucket, problem.gated) or not _reaches(config, problem):
+            continue
+        distance = _octaves(problem.num_rows, shape[1]) + _octaves(problem.in_features, shape[2])
+        waste = _waste(config, problem.in_features) - _waste(config, shape[2])
+        distance = 2 * distance + _STEP_WEIGHT * max(waste, 0.0)
+        if distance < nearest or (distance == nearest and best is None):
+            nearest, best = distance, config
+    return best
+
+
+def _octaves(size: int, measured: int) -> float:
+    return abs(math.log2(max(size, 1) / measured))
+
+
+def _waste(config: Config, in_features: int) -> float:
+    """Return what share of in_features the steps of a program, or of all splits, reach beyond."""
+    match config:
+        case GemvConfig():
+            step = config.k_warps * config.chunks * _WARP_ELEMENTS
+        case SmallGemmConfig():
+            step = config.warps * config.chunks * 32 * config.splits
+        case Composed():
+            return 0.0
+        case _:
+            step = config.block_k * config.splits
+    return -(-in_features // step) * step / max(in_features, 1) - 1.0
 
 
 def _config(entry: tuple[Any, ...]) -> Config:
@@ -220,12 +246,6 @@ def _reaches(config: Config, problem: Problem) -> bool:
     if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
         return True
     return problem.in_features <= config.block_k * config.splits
-
-
-def size_class(size: int) -> int:
-    """Return the class of a dimension: two to an octave."""
-    octave = max(size, 1).bit_length() - 1
-    return 2 * octave + (2 * size >= 3 << octave)
 
 
 def _power_of_two_up_to(limit: int, cap: int) -> int:

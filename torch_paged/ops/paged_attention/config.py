@@ -23,12 +23,19 @@ class DecodeConfig:
     num_stages: int = 3
     early_tile: bool = False  # load the first tile, to registers, while the predecessor runs
     prefetch_tokens: int = 0  # asked for in L2 by each program while its predecessor runs
+    heads_first: bool = False  # load the new heads before the keys: for many waves of programs
 
 
 # With fewer programs than SMs, one program an SM hides latency by itself: deep loads, and the
-# first tokens asked for while the predecessor runs. With more, programs hide each other's.
+# first tokens asked for while the predecessor runs. With a few for each SM all of them run at
+# once. With more, programs hide each other's latency, so that many have to fit: small tiles.
+# H200, 128 rows of 160 tokens, 8 KV heads of 128: tiles of 32768 bytes 40 us, of 8192 28.5 us
+# (18.3 us at the read ceiling); of 1024 tokens 133 and 127.5 us (116.5).
 _FEW_PROGRAMS = DecodeConfig(tile_bytes=32768, programs_per_sm=1, num_warps=8, prefetch_tokens=256)
-_MANY_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2)
+_SEVERAL_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2, early_tile=True)
+_MANY_PROGRAMS = DecodeConfig(tile_bytes=8192, num_warps=4, num_stages=3, heads_first=True)
+_SEVERAL_WIDE_PROGRAMS = dataclasses.replace(_SEVERAL_PROGRAMS, early_tile=False)
+_MANY_PER_SM = 3
 # Where a program has a tile or two, it keeps them in registers: that leaves the SMs' memory to
 # the L1 of the kernels around it, whose loads live there.
 _FEW_SHORT_PROGRAMS = DecodeConfig(
@@ -74,10 +81,12 @@ def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> De
         return _INTERPRETED
     major, _ = device_capability(device.index or 0)
     if major in (9, 10):
-        if num_programs > sm_count(device):
+        if num_programs > _MANY_PER_SM * sm_count(device):
             return _MANY_PROGRAMS
         # Exact float32 products, and wide heads, leave no registers for a tile.
         narrow = query.element_size() == 2 and query.shape[-1] <= 192
+        if num_programs > sm_count(device):
+            return _SEVERAL_PROGRAMS if narrow else _SEVERAL_WIDE_PROGRAMS
         short = max_tokens <= SHORT_TOKENS and narrow
         return _FEW_SHORT_PROGRAMS if short else _FEW_PROGRAMS
     return _NO_ASYNC_COPIES if major < 8 else _SMALL_SHARED_MEMORY

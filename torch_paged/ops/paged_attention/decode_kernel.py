@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
+from torch_paged.ops.paged_attention.heads import load_gain, load_new_heads, norm_and_rotate
 from torch_paged.ops.paged_attention.stages import (
     LOG2E,
     NO_SCORE,
     alibi_bias,
     alibi_slope,
     attend,
+    block_index,
     capped_scores,
-    load_gain,
-    load_head,
+    is_visible,
+    load_tile,
     merge_splits,
-    norm_and_rotate,
     prefetch_range,
     range_of_split,
     repeat_rows,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
-
-
-@triton.jit
-def _block_index(j, first, last_block, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return the table entries of tokens j; before the first visible and past the last, theirs."""
-    index = tl.minimum(j // BLOCK_SIZE, last_block)
-    if HAS_WINDOW:
-        index = tl.maximum(index, first // BLOCK_SIZE)
-    return index
-
-
-@triton.jit
-def _is_visible(j, first, high, HAS_WINDOW: tl.constexpr):
-    if HAS_WINDOW:
-        return (j < high) & (j >= first)
-    return j < high
-
-
-@triton.jit
-def _load_tile(
-    k_ptrs,
-    v_ptrs,
-    k_mask,
-    v_mask,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV]; k_mask None: every row."""
-    if D != BLOCK_D:
-        in_head = (tl.arange(0, BLOCK_D) < D)[None, :]
-        k_mask = in_head if k_mask is None else k_mask & in_head
-    if DV != BLOCK_DV:
-        v_mask = v_mask & (tl.arange(0, BLOCK_DV) < DV)[None, :]
-    if k_mask is None:
-        k = tl.load(k_ptrs)
-    else:
-        k = tl.load(k_ptrs, mask=k_mask, other=0.0)
-    return k, tl.load(v_ptrs, mask=v_mask, other=0.0)
 
 
 # One kernel for every batch size: the split count must not be specialised on.
@@ -67,6 +28,7 @@ def _load_tile(
         "num_splits",
         "single_tokens",
         "min_split_tokens",
+        "max_blocks",
     ]
 )
 def decode_attention_kernel(
@@ -96,6 +58,7 @@ def decode_attention_kernel(
     num_splits,
     single_tokens,
     min_split_tokens,
+    max_blocks,
     stride_qt,
     stride_kt,
     stride_vt,
@@ -136,6 +99,7 @@ def decode_attention_kernel(
     ALIBI_ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     PREFETCH: tl.constexpr,
     K_LINES: tl.constexpr,
     V_LINES: tl.constexpr,
@@ -169,6 +133,47 @@ def decode_attention_kernel(
     live = slot >= 0
     slot = tl.maximum(slot, 0).to(tl.int64)
     table_ptr = block_table_ptr + slot * stride_table
+    # Where programs wait for each other rather than for the previous kernel, what counts is how
+    # many loads follow one another: the new heads and the table are asked for beside the length.
+    TABLE_FIRST: tl.constexpr = HEADS_FIRST and not (SPLIT or HAS_WINDOW)
+    first_blocks = n
+    any_block = slot
+    if HEADS_FIRST:
+        if PDL:
+            gdc_wait()
+        q, q_partner, k_new, k_partner, v_new, cos, sin = load_new_heads(
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            cos_ptr,
+            sin_ptr,
+            row,
+            head,
+            stride_qt,
+            stride_kt,
+            stride_vt,
+            stride_cos,
+            stride_qh,
+            stride_kh,
+            stride_vh,
+            GROUP,
+            D,
+            DV,
+            HALF,
+            ROWS,
+            BLOCK_D,
+            BLOCK_DV,
+            FUSED,
+            INTERLEAVED,
+        )
+    if TABLE_FIRST:
+        first_blocks = tl.load(
+            table_ptr + n // BLOCK_SIZE,
+            mask=n // BLOCK_SIZE < max_blocks,
+            other=0,
+            cache_modifier=".cg",
+        )
+        any_block = tl.load(table_ptr)
     position = tl.load(context_lens_ptr + slot, mask=live, other=0, cache_modifier=".cg")
     stop = position
     if not FUSED:
@@ -189,17 +194,20 @@ def decode_attention_kernel(
     # Every row of a tile reads a block of this row's context; past the end, its last one.
     last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
     needed = n < tl.where(split < num_active, BLOCK_N, 0)
-    block = tl.load(
-        table_ptr + _block_index(low + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
-        mask=needed,
-        other=0,
-        cache_modifier=".cg",
-    )
+    if TABLE_FIRST:
+        block = tl.where(n < high, first_blocks, any_block)
+    else:
+        block = tl.load(
+            table_ptr + block_index(low + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
+            mask=needed,
+            other=0,
+            cache_modifier=".cg",
+        )
     k_ptrs = k_head_ptr + ((n % BLOCK_SIZE) * stride_kcs)[:, None] + d[None, :]
     v_ptrs = v_head_ptr + ((n % BLOCK_SIZE) * stride_vcs)[:, None] + dv[None, :]
     if EARLY:
-        valid = needed & _is_visible(low + n, first, high, HAS_WINDOW)
-        k, v = _load_tile(
+        valid = needed & is_visible(low + n, first, high, HAS_WINDOW)
+        k, v = load_tile(
             k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None],
             v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None],
             valid[:, None],
@@ -210,7 +218,7 @@ def decode_attention_kernel(
             BLOCK_DV,
         )
         block = tl.load(
-            table_ptr + _block_index(low + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
+            table_ptr + block_index(low + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW),
             mask=needed,
             other=0,
             cache_modifier=".cg",
@@ -239,37 +247,36 @@ def decode_attention_kernel(
             BLOCK_SIZE,
             BLOCK_N,
         )
-    if PDL:
-        gdc_wait()
+    if not HEADS_FIRST:
+        if PDL:
+            gdc_wait()
+        q, q_partner, k_new, k_partner, v_new, cos, sin = load_new_heads(
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            cos_ptr,
+            sin_ptr,
+            row,
+            head,
+            stride_qt,
+            stride_kt,
+            stride_vt,
+            stride_cos,
+            stride_qh,
+            stride_kh,
+            stride_vh,
+            GROUP,
+            D,
+            DV,
+            HALF,
+            ROWS,
+            BLOCK_D,
+            BLOCK_DV,
+            FUSED,
+            INTERLEAVED,
+        )
 
     r = tl.arange(0, ROWS)
-    r_mask = (r < GROUP)[:, None]
-    q_rows = q_ptr + row * stride_qt + ((head * GROUP + r) * stride_qh)[:, None]
-    q, q_partner = load_head(q_rows, r_mask, D, BLOCK_D, HALF, INTERLEAVED)
-    cos, sin = 0.0, 0.0
-    if HALF > 0:
-        if INTERLEAVED:
-            angle = d // 2
-            minus = d % 2 == 0
-        else:
-            angle = d % HALF
-            minus = d < HALF
-        cos_ptrs = cos_ptr + row * stride_cos + angle
-        sin_ptrs = sin_ptr + row * stride_cos + angle
-        if 2 * HALF == BLOCK_D:
-            cos = tl.load(cos_ptrs)
-            sin = tl.load(sin_ptrs)
-        else:
-            cos = tl.load(cos_ptrs, mask=d < 2 * HALF, other=1.0)
-            sin = tl.load(sin_ptrs, mask=d < 2 * HALF, other=0.0)
-        sin = tl.where(minus, -sin, sin)
-    if FUSED:
-        # The one new key in every row of a tile: no change of layout for its product with q.
-        k_rows = k_ptr + row * stride_kt + head * stride_kh + tl.zeros_like(r)[:, None]
-        k_new, k_partner = load_head(k_rows, (r >= 0)[:, None], D, BLOCK_D, HALF, INTERLEAVED)
-        v_new_ptrs = v_ptr + row * stride_vt + head * stride_vh + dv
-        v_new = tl.load(v_new_ptrs, mask=dv < DV, other=0.0)
-
     q = norm_and_rotate(
         q, q_partner, cos, sin, q_gain, q_partner_gain, eps, D, HALF, HAS_Q_NORM, CAST_BEFORE_GAIN
     )
@@ -331,7 +338,7 @@ def decode_attention_kernel(
                 q,
                 k,
                 v,
-                _is_visible(low + n, first, high, HAS_WINDOW),
+                is_visible(low + n, first, high, HAS_WINDOW),
                 low + n,
                 position,
                 slope,
@@ -348,10 +355,10 @@ def decode_attention_kernel(
             )
             low += BLOCK_N
         for start in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
-            valid = _is_visible(start + n, first, high, HAS_WINDOW)
+            valid = is_visible(start + n, first, high, HAS_WINDOW)
             # Slots nobody wrote may hold NaN. Their scores are replaced; their values have to be
             # masked here, since a weight of zero does not silence NaN.
-            k, v = _load_tile(
+            k, v = load_tile(
                 k_ptrs + (block.to(tl.int64) * stride_kcb)[:, None],
                 v_ptrs + (block.to(tl.int64) * stride_vcb)[:, None],
                 None,
@@ -364,7 +371,7 @@ def decode_attention_kernel(
             # One tile ahead, so that the next tile's loads need not wait for their addresses.
             block = tl.load(
                 table_ptr
-                + _block_index(start + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW)
+                + block_index(start + BLOCK_N + n, first, last_block, BLOCK_SIZE, HAS_WINDOW)
             )
             peak, total, weights, acc = attend(
                 q,

@@ -1,4 +1,4 @@
-"""Stages of the attention kernels: scores, norm and rotation, ranges of a split, merge."""
+"""Stages of the attention kernels: scores, ranges of a split, merge."""
 
 from __future__ import annotations
 
@@ -53,96 +53,6 @@ def alibi_bias(slope, j, i, scale, ROUNDED: tl.constexpr):
 
 
 @triton.jit
-def _apply_gain(x, rstd, gain, CAST_BEFORE_GAIN: tl.constexpr):
-    normed = x.to(tl.float32) * rstd
-    if CAST_BEFORE_GAIN:
-        normed = normed.to(x.dtype).to(tl.float32)
-    return (normed * gain[None, :]).to(x.dtype)
-
-
-@triton.jit
-def _partner(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the dimension that `d` < 2 * HALF is rotated with."""
-    if INTERLEAVED:
-        return d ^ 1
-    # Contiguous in runs of HALF, which lets the loads be wide.
-    return (d + HALF) % (2 * HALF)
-
-
-@triton.jit
-def load_head(
-    row_ptrs,
-    row_mask,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Load heads at row_ptrs [M, 1] twice: in order, and as each dimension's partner sees them.
-
-    Reading the partners again is cheaper than an exchange between lanes.
-    """
-    d = tl.arange(0, BLOCK_D)
-    mask = row_mask
-    if D != BLOCK_D:
-        mask = row_mask & (d[None, :] < D)
-    x = tl.load(row_ptrs + d[None, :], mask=mask, other=0.0)
-    y = x
-    if HALF > 0:
-        mask = row_mask
-        if 2 * HALF != BLOCK_D:
-            mask = row_mask & (d[None, :] < 2 * HALF)
-        y = tl.load(row_ptrs + _partner(d, HALF, INTERLEAVED)[None, :], mask=mask, other=0.0)
-    return x, y
-
-
-@triton.jit
-def norm_and_rotate(
-    x,
-    y,
-    cos,
-    sin,
-    gain,
-    partner_gain,
-    eps,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    CAST_BEFORE_GAIN: tl.constexpr,
-):
-    """RMS-normalise heads x [M, BLOCK_D] over D, then rotate them with their partners y."""
-    if HAS_NORM:
-        wide = x.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-        x = _apply_gain(x, rstd, gain, CAST_BEFORE_GAIN)
-        if HALF > 0:
-            y = _apply_gain(y, rstd, partner_gain, CAST_BEFORE_GAIN)
-    if HALF > 0:
-        x = (x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]).to(x.dtype)
-    return x
-
-
-@triton.jit
-def load_gain(
-    norm_ptr,
-    offset,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Load a norm's gain [BLOCK_D] twice: in order, and as each dimension's partner sees it."""
-    d = tl.arange(0, BLOCK_D)
-    gain = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset
-    partner_gain = gain
-    if HALF > 0:
-        partner = _partner(d, HALF, INTERLEAVED)
-        partner_gain = tl.load(norm_ptr + partner, mask=d < 2 * HALF, other=0.0)
-        partner_gain = partner_gain.to(tl.float32) + offset
-    return gain, partner_gain
-
-
-@triton.jit
 def range_of_split(
     position,
     stop,
@@ -175,6 +85,46 @@ def range_of_split(
         low = base + split * share
         high = tl.minimum(low + share, stop)
     return num_active, first, low, high
+
+
+@triton.jit
+def block_index(j, first, last_block, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the table entries of tokens j; before the first visible and past the last, theirs."""
+    index = tl.minimum(j // BLOCK_SIZE, last_block)
+    if HAS_WINDOW:
+        index = tl.maximum(index, first // BLOCK_SIZE)
+    return index
+
+
+@triton.jit
+def is_visible(j, first, high, HAS_WINDOW: tl.constexpr):
+    if HAS_WINDOW:
+        return (j < high) & (j >= first)
+    return j < high
+
+
+@triton.jit
+def load_tile(
+    k_ptrs,
+    v_ptrs,
+    k_mask,
+    v_mask,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV]; k_mask None: every row."""
+    if D != BLOCK_D:
+        in_head = (tl.arange(0, BLOCK_D) < D)[None, :]
+        k_mask = in_head if k_mask is None else k_mask & in_head
+    if DV != BLOCK_DV:
+        v_mask = v_mask & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+    if k_mask is None:
+        k = tl.load(k_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=k_mask, other=0.0)
+    return k, tl.load(v_ptrs, mask=v_mask, other=0.0)
 
 
 @triton.jit
@@ -346,11 +296,11 @@ __all__ = [
     "LOG2E",
     "NO_SCORE",
     "attend",
+    "block_index",
     "capped_scores",
-    "load_gain",
-    "load_head",
+    "is_visible",
+    "load_tile",
     "merge_splits",
-    "norm_and_rotate",
     "prefetch_range",
     "range_of_split",
     "repeat_rows",
