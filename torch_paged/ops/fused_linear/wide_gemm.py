@@ -97,6 +97,7 @@ def _wide_gemm_kernel(
     PREFETCH: tl.constexpr,
     VEC: tl.constexpr,
     UPCAST: tl.constexpr,
+    AFTER_SHRINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(sum_k w[n, k] * x[t, k])."""
@@ -150,7 +151,7 @@ def _wide_gemm_kernel(
     r_token = tl.arange(0, TOKENS)[None, :]
     tokens = first_token + r_token
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
-    if PDL:
+    if PDL and not AFTER_SHRINK:
         gdc_wait()
 
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -188,6 +189,8 @@ def _wide_gemm_kernel(
             False,
         )
     if last:
+        if PDL and AFTER_SHRINK:
+            gdc_wait()
         if MAX_RANK:
             WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
             y, y_up = add_updates(
