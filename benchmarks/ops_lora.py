@@ -20,7 +20,6 @@ from benchmarks.ops_linear_cases import BF16, MODELS, Layer
 from benchmarks.parity import WrongResult
 from benchmarks.timing import default_device, graph_ms
 from torch_paged.ops.fused_linear import fused_linear, fused_linear_reference
-from torch_paged.ops.lora_shrink import lora_shrink, lora_shrink_reference
 
 COLD_BYTES = 400 << 20
 _SCALE = 0.5
@@ -46,20 +45,17 @@ def adapter(layer: Layer, rank: int, dtype: torch.dtype) -> Adapter:
 
 
 def updated(layer: Layer, x: Tensor, weights: list[Tensor], a: Adapter, options: Any) -> Tensor:
-    """Launch both ops of a layer."""
-    norm = {key: options[key] for key in ("norm_weight", "norm", "eps") if key in options}
-    named = dict(options, updates=a.ups, update_scales=[_SCALE] * len(a.ups))
-    return fused_linear(x, weights, **named, lora_x=lora_shrink(x, a.downs, **norm))
+    """Launch both halves of a layer."""
+    named = dict(options, downs=a.downs, updates=a.ups, update_scales=[_SCALE] * len(a.ups))
+    return fused_linear(x, weights, **named)
 
 
 def check(layer: Layer, x: Tensor, weights: list[Tensor], a: Adapter, options: Any) -> None:
     """Hold the ops to twice the error of the rounding references, against float64."""
     got = updated(layer, x, weights, a, options)
     options = {key: value for key, value in options.items() if key != "counters"}
-    norm = {key: options[key] for key in ("norm_weight", "norm", "eps") if key in options}
-    more = {"updates": a.ups, "update_scales": [_SCALE] * len(a.ups)}
-    low_x = lora_shrink_reference(x, a.downs, **norm)
-    low = fused_linear_reference(x, weights, [], **options, **more, lora_x=low_x)
+    more = {"updates": a.ups, "update_scales": [_SCALE] * len(a.ups), "downs": a.downs}
+    low = fused_linear_reference(x, weights, [], **options, **more)
     wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
     h = x.double()
     if layer.norm:

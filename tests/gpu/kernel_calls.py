@@ -294,7 +294,9 @@ def _linear(
     counters = _zeros(NUM_COUNTERS)
     weights = [_rows(n, in_features, extra=extra, dtype=dtype) for n in sizes]
     x = _rows(num_tokens, in_features, extra=extra, dtype=dtype)
-    for _ in range(2):
+    lora_x = _randn(num_tokens, sum(ranks), dtype=torch.float32)
+    downs = [_randn(rank, in_features, dtype=update_dtype) for rank in ranks]
+    for halves in ({"lora_x": lora_x}, {"downs": downs}):
         out = _launch_fused_linear(
             x,
             weights,
@@ -306,7 +308,7 @@ def _linear(
             activation="silu" if gated else "",
             gated=gated,
             counters=counters,
-            lora_x=_randn(num_tokens, sum(ranks), dtype=torch.float32) if ranks else None,
+            **(halves if ranks else {}),
             updates=updates or None,
             update_scales=[0.5] * len(updates),
             config=config,

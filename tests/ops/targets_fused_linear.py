@@ -31,6 +31,7 @@ _LAYER = {
     "RANK1": 0,
     "RANK2": 0,
     "MAX_RANK": 0,
+    "AFTER_SHRINK": False,
     "ACTIVATION": "",
     "GATED": False,
     "EVEN_K": True,
@@ -43,7 +44,7 @@ _QKV_BIASED = {**_QKV, **_BIASES}
 _PLAIN_GATED = {"NUM_WEIGHTS": 2, "GATED": True, "ACTIVATION": "silu"}
 _GATED = {**_PLAIN_GATED, **_NORM}
 _DOWN = {"HAS_RESIDUAL": True}
-_LORA = {"RANK0": 16, "MAX_RANK": 16}
+_LORA = {"RANK0": 16, "MAX_RANK": 16, "AFTER_SHRINK": True}
 _LORA_TWO = {**_LORA, "RANK1": 16}
 _LORA_THREE = {**_LORA_TWO, "RANK2": 16}
 _LORA_LARGE = {"RANK0": 256, "RANK1": 256, "RANK2": 256, "MAX_RANK": 256}
@@ -76,6 +77,7 @@ def _gemv(
             "K_WARPS": k_warps,
             "VEC": 4 if fp32 else 8,
             "EVEN_T": True,
+            "RELEASE_LATE": False,
             **constants,
         },
         num_warps=warps,
@@ -259,7 +261,7 @@ TARGETS = [
         fp32_updates=True,
     ),
     _shrink("shrink-1024", (1, 1, 4, 4, 80), 1024, **_QKV),
-    _shrink("shrink-14336", (1, 4, 8, 8, 80), 14336),
+    _shrink("shrink-14336", (1, 4, 8, 8, 80), 14336, RELEASE_LATE=True),
     _shrink("shrink-4096-32", (1, 1, 8, 8, 168), 4096, 4, **_QKV),
     _shrink("shrink-4096-64", (2, 1, 8, 8, 168), 4096, 4, **_QKV),
     _small_gemm("qkv-1024", (8, 4, 4, 1, 128), 1024, **_QKV),

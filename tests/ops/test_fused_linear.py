@@ -356,7 +356,7 @@ def test_rows_off_16_bytes_are_left_to_torch(
 ) -> None:
     launched = []
     monkeypatch.setattr(launch, "device_key", lambda device: (90, 132))
-    monkeypatch.setattr(launch, "_start_wide_gemm", lambda *args: launched.append(args))
+    monkeypatch.setattr(launch, "start_wide_gemm", lambda *args: launched.append(args))
     x = randn(70, 96, dtype=torch.bfloat16)
     (weight,) = make_weights([9], 96, x.dtype)
     columns = slice(first, first + 64)

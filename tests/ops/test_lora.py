@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_paged.ops import lora_shrink as module
 from torch_paged.ops.fused_linear import (
     MAX_KERNEL_ROWS,
     NUM_COUNTERS,
@@ -21,9 +22,11 @@ from torch_paged.ops.fused_linear.configs import (
     SmallGemmConfig,
     TileGemmConfig,
 )
+from torch_paged.ops.fused_linear.reference import shrink_reference
+from torch_paged.ops.fused_linear.shrink import choose_shrink_config, launch_shrink
 from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.glu import activation_reference
-from torch_paged.ops.lora_shrink import lora_shrink, lora_shrink_reference
+from torch_paged.ops.lora_shrink import lora_shrink
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -102,11 +105,11 @@ def test_shrink_matches_the_oracle(
     gain = randn(144, dtype=dtype)
     downs = [randn(r, 144, dtype=down_dtype, scale=0.1, seed=i) for i, r in enumerate(ranks)]
     options = {"norm": True, "eps": 1e-5, "norm_offset": 1.0}
-    got = module._launch_lora_shrink(x, downs, gain, **options)
+    got = launch_shrink(x, downs, gain, **options)
     h = normed(x, gain, True, 1e-5, 1.0)
     want = torch.cat([h @ d.double().T for d in downs], dim=-1)
     assert got.dtype == torch.float32 and got.shape == want.shape
-    within(got, want, lora_shrink_reference(x, downs, gain, **options), dtype)
+    within(got, want, shrink_reference(x, downs, gain, **options), dtype)
 
 
 @pytest.mark.parametrize("in_features", [1, 33, 575, 2049])
@@ -114,7 +117,7 @@ def test_shrink_matches_the_oracle(
 def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> None:
     x = randn(num_tokens, in_features + 3, dtype=torch.bfloat16)[:, 1:-2]
     downs = [randn(5, in_features, dtype=torch.float32)]
-    got = module._launch_lora_shrink(x, downs)
+    got = launch_shrink(x, downs)
     want = x.double() @ downs[0].double().T
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
@@ -122,18 +125,18 @@ def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> 
 def test_past_the_kernels_rows_the_shrink_is_the_reference() -> None:
     x = randn(MAX_KERNEL_ROWS + 1, 32, dtype=torch.bfloat16)
     downs = [randn(4, 32, dtype=torch.float32)]
-    got = module._launch_lora_shrink(x, downs)
-    assert torch.equal(got, lora_shrink_reference(x, downs))
+    got = launch_shrink(x, downs)
+    assert torch.equal(got, shrink_reference(x, downs))
 
 
 def test_more_outputs_than_programs_share_their_rows() -> None:
     x = randn(6, 96, dtype=torch.bfloat16)
     downs = [randn(40, 96, dtype=torch.bfloat16), randn(33, 96, dtype=torch.bfloat16, seed=1)]
-    config = module.choose_config(4, 6, 73, 3)
+    config = choose_shrink_config(4, 6, 73, 3)
     assert config.rows == 2
-    got = module._launch_lora_shrink(x, downs, config=config)
+    got = launch_shrink(x, downs, config=config)
     want = torch.cat([x.double() @ d.double().T for d in downs], dim=-1)
-    within(got, want, lora_shrink_reference(x, downs), torch.bfloat16)
+    within(got, want, shrink_reference(x, downs), torch.bfloat16)
 
 
 def updated(
@@ -187,25 +190,31 @@ def check(
         "residual": randn(num_tokens, width, dtype=dtype) if has_residual else None,
         "activation": activation,
         "gated": gated,
-        "lora_x": lora_x,
         "updates": updates,
         "update_scales": scales,
     }
-    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
-    got = launch._launch_fused_linear(
-        x, weights, biases, gain, **options, counters=counters, config=config
-    )
+    downs = [
+        randn(r, in_features, dtype=update_dtype or dtype, scale=in_features**-0.5, seed=i + 3)
+        for i, r in enumerate(ranks)
+    ]
     h = normed(x, gain, True, 1e-5, 0.0)
-    parts = updated(h, weights, biases, lora_x, updates, scales)
-    if gated:
-        want = activation_reference(parts[0], activation) * parts[1]
-    else:
-        want = torch.cat(parts, dim=-1)
-        want = activation_reference(want, activation) if activation else want
-    if has_residual:
-        want = want + options["residual"].double()
-    assert got.dtype == dtype and not counters.any()
-    within(got, want, fused_linear_reference(x, weights, biases, gain, **options), dtype)
+    made = torch.cat([h @ down.double().T for down in downs], dim=-1)
+    for halves, share in (({"lora_x": lora_x}, lora_x), ({"downs": downs}, made)):
+        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+        named = {**options, **halves}
+        got = launch._launch_fused_linear(
+            x, weights, biases, gain, **named, counters=counters, config=config
+        )
+        parts = updated(h, weights, biases, share, updates, scales)
+        if gated:
+            want = activation_reference(parts[0], activation) * parts[1]
+        else:
+            want = torch.cat(parts, dim=-1)
+            want = activation_reference(want, activation) if activation else want
+        if has_residual:
+            want = want + options["residual"].double()
+        assert got.dtype == dtype and not counters.any()
+        within(got, want, fused_linear_reference(x, weights, biases, gain, **named), dtype)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 20])
@@ -262,9 +271,9 @@ def test_the_cpu_kernel_computes_what_peft_computes() -> None:
     x, weight = torch.randn(3, 32), torch.randn(8, 32)
     down, up = torch.randn(4, 32), torch.randn(8, 4)
     want = F.linear(x, weight) + F.linear(F.linear(x, down), up) * 0.7
-    lora_x = lora_shrink(x, [down])
-    got = fused_linear(x, [weight], lora_x=lora_x, updates=[up], update_scales=[0.7])
-    assert torch.equal(got, want)
+    for halves in ({"lora_x": lora_shrink(x, [down])}, {"downs": [down]}):
+        got = fused_linear(x, [weight], **halves, updates=[up], update_scales=[0.7])
+        assert torch.equal(got, want)
 
 
 def test_opcheck() -> None:
@@ -279,6 +288,9 @@ def test_opcheck() -> None:
         "update_scales": [1.5, 0.0],
     }
     torch.library.opcheck(linear, (x, weights, []), options)
+    options["downs"] = [torch.randn(5, 16), torch.randn(0, 16)]
+    del options["lora_x"]
+    torch.library.opcheck(linear, (x, weights, []), options)
 
 
 def test_both_halves_compile_without_graph_breaks() -> None:
@@ -288,7 +300,9 @@ def test_both_halves_compile_without_graph_breaks() -> None:
     def step(x: Tensor) -> Tensor:
         lora_x = lora_shrink(x, [down], norm=True, eps=1e-6)
         options = {"lora_x": lora_x, "updates": [up], "update_scales": [2.0]}
-        return fused_linear(x, [weight], norm=True, eps=1e-6, **options)
+        y = fused_linear(x, [weight], norm=True, eps=1e-6, **options)
+        del options["lora_x"]
+        return y + fused_linear(x, [weight], norm=True, eps=1e-6, downs=[down], **options)
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), step(x))
@@ -297,7 +311,11 @@ def test_both_halves_compile_without_graph_breaks() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"updates": None}, "come together"),
+        ({"updates": None}, "got no updates"),
+        ({"lora_x": None}, "got neither"),
+        ({"downs": [torch.randn(4, 16)]}, "got both"),
+        ({"lora_x": None, "downs": []}, "1 long"),
+        ({"lora_x": None, "downs": [torch.randn(5, 16)]}, r"must be \[4, 16\]"),
         ({"update_scales": []}, "1 long"),
         ({"updates": [torch.randn(7, 4)]}, r"contiguous \[8"),
         ({"lora_x": torch.randn(3, 5)}, r"contiguous \[3, 4\]"),
@@ -322,11 +340,20 @@ def test_matrices_of_other_dtypes_are_refused() -> None:
             updates=[torch.randn(8, 4)],
             update_scales=[1.0],
         )
+    with pytest.raises(TypeError, match="cast x first"):
+        fused_linear(
+            x,
+            [torch.randn(8, 16)],
+            downs=[torch.randn(4, 16).bfloat16()],
+            updates=[torch.randn(8, 4)],
+            update_scales=[1.0],
+        )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("num_tokens", [1, 8, 32, 64])
-def test_a_captured_chain_keeps_its_order(num_tokens: int) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["two ops", "one op"])
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 64, 100])
+def test_a_captured_chain_keeps_its_order(num_tokens: int, together: bool) -> None:
     """The halves overlap with their neighbours; what they read must still be finished."""
     width, rank = 1024, 16
     weights = [randn(width, width, dtype=torch.bfloat16, scale=0.02, seed=i) for i in range(6)]
@@ -339,7 +366,9 @@ def test_a_captured_chain_keeps_its_order(num_tokens: int) -> None:
         x = start
         for index in range(36):
             at = index % 6
-            lora_x = lora_shrink(x, [downs[at]], norm=True, eps=1e-6)
+            halves: dict[str, Any] = {"downs": [downs[at]]}
+            if synchronize or not together:
+                halves = {"lora_x": lora_shrink(x, [downs[at]], norm=True, eps=1e-6)}
             if synchronize:
                 torch.cuda.synchronize()
             x = fused_linear(
@@ -349,7 +378,7 @@ def test_a_captured_chain_keeps_its_order(num_tokens: int) -> None:
                 eps=1e-6,
                 residual=x if index % 2 else None,
                 counters=counters,
-                lora_x=lora_x,
+                **halves,
                 updates=[ups[at]],
                 update_scales=[0.5],
             )

@@ -101,17 +101,6 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
 
     def call(values: Values, inputs: StepInputs) -> None:
         x = values[source]
-        lora_x = None
-        if downs:
-            lora_x = lora_shrink(
-                x,
-                downs,
-                weight,
-                norm=norm is not None,
-                eps=eps,
-                norm_offset=offset,
-                cast_before_gain=cast,
-            )
         out = fused_linear(
             x,
             weights,
@@ -125,9 +114,9 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
             activation=act,
             gated=gated,
             counters=counters,
-            lora_x=lora_x,
             updates=updates,
             update_scales=scales,
+            downs=downs,
         )
         if len(targets) == 1:
             values[targets[0]] = out
@@ -139,17 +128,17 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
 
 def _bound_updates(
     linears: list[HeldLinear],
-) -> tuple[list[Tensor], list[Tensor] | None, list[float]]:
-    """Return the first halves of the updates, the second ones by linear, and their factors."""
+) -> tuple[list[Tensor] | None, list[Tensor] | None, list[float]]:
+    """Return the first and the second halves of the updates by linear, and their factors."""
     updates = [linear.updates[0] if linear.updates else None for linear in linears]
     present = [update for update in updates if update is not None]
     if not present:
-        return [], None, []
-    ups = [
-        linear.base.weight.new_empty((linear.base.weight.shape[0], 0), dtype=present[0].dtype)
-        if update is None
-        else update.up.weight.detach()
-        for linear, update in zip(linears, updates, strict=True)
-    ]
+        return None, None, []
+    downs, ups = [], []
+    for linear, update in zip(linears, updates, strict=True):
+        rows, columns = linear.base.weight.shape
+        none = linear.base.weight.new_empty((0,), dtype=present[0].dtype)
+        downs.append(none.view(0, columns) if update is None else update.down.weight.detach())
+        ups.append(none.view(rows, 0) if update is None else update.up.weight.detach())
     scales = [0.0 if update is None else update.scaling for update in updates]
-    return [update.down.weight.detach() for update in present], ups, scales
+    return downs, ups, scales

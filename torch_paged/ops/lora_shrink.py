@@ -4,10 +4,9 @@
     z_i = h @ d_i.T                     i = 1..3, d_i [rank_i, in_features]
     out = [z_1, z_2, z_3]               float32
 
-The second half is in the epilogue of `fused_linear`. The d_i may be float32 beside 16-bit x, as
-PEFT keeps adapters that are trained. The kernel is the GEMV of `fused_linear`, with a program for
-each output of a few rows of x: latency is all that it costs. While it runs, the programs of the
-linear behind it move in and load their first weights.
+The second half is in the epilogue of `fused_linear`, which can do the first as well. The d_i may
+be float32 beside 16-bit x, as PEFT keeps adapters that are trained. The kernel is the GEMV of
+`fused_linear`, with a program for each output of a few rows of x.
 """
 
 from __future__ import annotations
@@ -15,38 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from torch_paged.ops.fused_linear.configs import (
-    MAX_KERNEL_ROWS,
-    GemvConfig,
-    device_key,
-)
-from torch_paged.ops.fused_linear.launch import kernel_arguments, start_gemv
+from torch_paged.ops.fused_linear.reference import shrink_reference
+from torch_paged.ops.fused_linear.shrink import launch_shrink
 from torch_paged.ops.registration import register_op
-from torch_paged.ops.rms_norm import rms_norm_reference
 
-__all__ = ["lora_shrink", "lora_shrink_reference"]
-
-# Rows of x that a program takes.
-_TOKENS = 4
-_REGISTERS = {1: 80, 2: 128, 4: 168}
-
-
-def lora_shrink_reference(
-    x: Tensor,
-    downs: Sequence[Tensor],
-    norm_weight: Tensor | None = None,
-    norm: bool = False,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
-    cast_before_gain: bool = True,
-) -> Tensor:
-    """Compute the module's equation with torch, rounding where PEFT's modules round."""
-    if norm:
-        x = rms_norm_reference(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
-    return torch.cat([F.linear(x.to(down.dtype), down).float() for down in downs], dim=-1)
+__all__ = ["lora_shrink"]
 
 
 def _lora_shrink_fake(
@@ -61,19 +35,6 @@ def _lora_shrink_fake(
     return x.new_empty((x.shape[0], sum(d.shape[0] for d in downs)), dtype=torch.float32)
 
 
-def choose_config(num_processors: int, num_tokens: int, num_rows: int, steps: int) -> GemvConfig:
-    """Return the launch of `num_rows` outputs whose sums take `steps` loads of a warp."""
-    tokens = 1 if num_tokens == 1 else 2 if num_tokens == 2 else _TOKENS
-    warps = 4 if steps <= 4 else 8
-    chunks = {1: 4, 2: 2, 4: 1}[tokens]
-    while chunks > 1 and warps * (chunks // 2) >= steps:
-        chunks //= 2
-    programs = num_rows * -(-num_tokens // tokens)
-    # Two outputs share what is read of x, where there are programs enough.
-    rows = 2 if programs > 4 * num_processors else 1
-    return GemvConfig(rows, chunks, warps, warps, _REGISTERS[tokens])
-
-
 def _launch_lora_shrink(
     x: Tensor,
     downs: Sequence[Tensor],
@@ -82,32 +43,14 @@ def _launch_lora_shrink(
     eps: float = 0.0,
     norm_offset: float = 0.0,
     cast_before_gain: bool = True,
-    *,
-    config: GemvConfig | None = None,
 ) -> Tensor:
-    num_tokens, in_features = x.shape
-    sizes = [down.shape[0] for down in downs]
-    if config is None and num_tokens > MAX_KERNEL_ROWS:
-        return lora_shrink_reference(
-            x, downs, norm_weight, norm, eps, norm_offset, cast_before_gain
-        )
-    out = torch.empty((num_tokens, sum(sizes)), dtype=torch.float32, device=x.device)
-    if out.numel() == 0:
-        return out
-    arguments = kernel_arguments(
-        x, downs, [], norm_weight, norm, eps, norm_offset, None, "", False, out
-    )
-    if config is None:
-        steps = -(-in_features // (32 * arguments.constants["VEC"]))
-        config = choose_config(device_key(x.device)[1], num_tokens, sum(sizes), steps)
-    start_gemv(config, num_tokens, sizes, arguments, _TOKENS)
-    return out
+    return launch_shrink(x, downs, norm_weight, norm, eps, norm_offset, cast_before_gain)
 
 
 _lora_shrink = register_op(
     "lora_shrink(Tensor x, Tensor[] downs, Tensor? norm_weight=None, bool norm=False, "
     "float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True) -> Tensor",
-    cpu=lora_shrink_reference,
+    cpu=shrink_reference,
     cuda=_launch_lora_shrink,
     fake=_lora_shrink_fake,
 )

@@ -2,7 +2,7 @@
 
     h   = norm(x)                       RMS norm, optional
     y_i = h @ w_i.T + b_i               i = 1..3, each w_i where the model keeps it
-    y_i = y_i + c_i * (z_i @ u_i.T)     low-rank update, optional; z_i = h @ d_i.T (`lora_shrink`)
+    y_i = y_i + c_i * (z_i @ u_i.T)     low-rank update, optional; z_i = h @ d_i.T, given or made
     out = [y_1, y_2, y_3]               concatenated,
         | act(y_1) * y_2                gated,
         | act(y_1)                      plain activation
@@ -12,7 +12,8 @@ At few rows this is bound by the reading of the weights, and the kernels are bui
 `gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so, `tile_gemm.py`
 for more; `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows it is `wide_gemm.py` on Hopper, with
 the norm in a kernel of its own, and elsewhere a kernel only for shapes that were measured to win;
-past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU).
+past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU). The z_i are a kernel of
+their own before it, `shrink.py`, beside which it already multiplies by the weights.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _fused_linear_fake(
     lora_x: torch.Tensor | None = None,
     updates: Sequence[torch.Tensor] | None = None,
     update_scales: Sequence[float] = (),
+    downs: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     width = weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)
     return x.new_empty((x.shape[0], width))
@@ -63,7 +65,7 @@ _fused_linear = register_op(
     "bool norm=False, float eps=0.0, float norm_offset=0.0, bool cast_before_gain=True, "
     'Tensor? residual=None, str activation="", bool gated=False, '
     "Tensor(a!)? counters=None, Tensor? lora_x=None, Tensor[]? updates=None, "
-    "float[] update_scales=[]) -> Tensor",
+    "float[] update_scales=[], Tensor[]? downs=None) -> Tensor",
     cpu=fused_linear_reference,
     cuda=_launch_fused_linear,
     fake=_fused_linear_fake,
@@ -87,6 +89,7 @@ def fused_linear(
     lora_x: torch.Tensor | None = None,
     updates: Sequence[torch.Tensor] | None = None,
     update_scales: Sequence[float] = (),
+    downs: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Apply up to three linear layers to the same rows, with norm, activation and residual.
 
@@ -108,9 +111,11 @@ def fused_linear(
             meanwhile, so not shared between streams. Lets many rows split the sum over
             `in_features` among programs; without it they do not.
         lora_x: float32 [num_tokens, sum of the ranks], contiguous: what `lora_shrink` returns.
-        updates: with `lora_x`, one of [out_features_i, rank_i] for each weight, contiguous, all of
-            one floating dtype; rank 0 where a weight has none.
+        updates: with `lora_x` or `downs`, one of [out_features_i, rank_i] for each weight,
+            contiguous, all of one floating dtype; rank 0 where a weight has none.
         update_scales: the factor on each update.
+        downs: instead of `lora_x`, the first halves: one of [rank_i, in_features] for each weight,
+            last dim contiguous, all of the dtype of `x` or all float32.
 
     Returns:
         [num_tokens, sum of out_features], contiguous, dtype of `x`.
@@ -121,7 +126,7 @@ def fused_linear(
     """
     if not torch.compiler.is_compiling():
         _validate(x, weights, biases, norm_weight, norm, residual, activation, gated, counters)
-        _validate_updates(x, weights, lora_x, updates, update_scales)
+        _validate_updates(x, weights, lora_x, updates, update_scales, downs)
     return _fused_linear(
         x,
         weights,
@@ -138,6 +143,7 @@ def fused_linear(
         lora_x,
         updates,
         update_scales,
+        downs,
     )
 
 
@@ -229,11 +235,16 @@ def _validate_updates(
     lora_x: torch.Tensor | None,
     updates: Sequence[torch.Tensor] | None,
     scales: Sequence[float],
+    downs: Sequence[torch.Tensor] | None,
 ) -> None:
-    if lora_x is None or updates is None:
-        if lora_x is not None or updates is not None:
-            raise ValueError("lora_x and updates come together, got one of them")
+    if lora_x is not None and downs is not None:
+        raise ValueError("lora_x is what downs make of x: got both, give one of them")
+    if updates is None:
+        if lora_x is not None or downs is not None:
+            raise ValueError("lora_x or downs come with updates, got no updates")
         return
+    if lora_x is None and downs is None:
+        raise ValueError("updates come with lora_x or downs, got neither")
     if not len(updates) == len(scales) == len(weights):
         raise ValueError(
             f"updates and update_scales must be {len(weights)} long as the weights are, got "
@@ -248,6 +259,10 @@ def _validate_updates(
             )
     if len({update.dtype for update in updates}) != 1:
         raise TypeError(f"updates must be of one dtype, got {[u.dtype for u in updates]}")
+    if downs is not None:
+        _validate_downs(x, downs, updates)
+    if lora_x is None:
+        return
     shape = (x.shape[0], sum(update.shape[1] for update in updates))
     if lora_x.dtype != torch.float32:
         raise TypeError(f"lora_x must be float32, got {lora_x.dtype}; take it from lora_shrink")
@@ -256,6 +271,25 @@ def _validate_updates(
             f"lora_x must be contiguous {list(shape)}, got {list(lora_x.shape)} with strides "
             f"{lora_x.stride()}"
         )
+
+
+def _validate_downs(
+    x: torch.Tensor, downs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]
+) -> None:
+    if len(downs) != len(updates):
+        raise ValueError(f"downs must be {len(updates)} long as updates are, got {len(downs)}")
+    for i, (down, update) in enumerate(zip(downs, updates, strict=True)):
+        shape = (update.shape[1], x.shape[1])
+        if down.shape != shape or (down.numel() and down.stride(1) != 1):
+            raise ValueError(
+                f"downs[{i}] must be {list(shape)} and contiguous in its last dim, got "
+                f"{list(down.shape)} with strides {down.stride()}"
+            )
+        if down.dtype != downs[0].dtype or down.dtype not in (x.dtype, torch.float32):
+            raise TypeError(
+                f"downs must all be {x.dtype} as x or all float32, got "
+                f"{[d.dtype for d in downs]}; cast x first"
+            )
 
 
 def _validate_residual(x: torch.Tensor, residual: torch.Tensor, width: int) -> None:

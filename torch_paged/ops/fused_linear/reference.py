@@ -28,12 +28,15 @@ def fused_linear_reference(
     lora_x: Tensor | None = None,
     updates: Sequence[Tensor] | None = None,
     update_scales: Sequence[float] = (),
+    downs: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Compute the equation with torch, rounding wherever the modules of HF and PEFT round."""
     if norm:
         x = rms_norm_reference(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
     biases = biases or [None] * len(weights)
     parts = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    if downs is not None:
+        lora_x = shrink_reference(x, downs)
     if lora_x is not None and updates is not None:
         parts = _updated(parts, lora_x, updates, update_scales)
     if gated:
@@ -56,3 +59,18 @@ def _updated(
             part = (part + change).to(part.dtype)
         out.append(part)
     return out
+
+
+def shrink_reference(
+    x: Tensor,
+    downs: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    cast_before_gain: bool = True,
+) -> Tensor:
+    """Compute ``norm(x) @ down.T`` for each, float32, rounding where PEFT's modules round."""
+    if norm:
+        x = rms_norm_reference(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
+    return torch.cat([F.linear(x.to(down.dtype), down).float() for down in downs], dim=-1)

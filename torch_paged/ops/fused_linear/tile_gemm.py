@@ -132,6 +132,7 @@ def _tile_gemm_kernel(
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
+    AFTER_SHRINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -181,7 +182,7 @@ def _tile_gemm_kernel(
     out_columns = column + rows
     bias = load_bias(b_ptr, rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1)
-    if PDL:
+    if PDL and not AFTER_SHRINK:
         gdc_wait()
 
     residual = load_residual(
@@ -269,6 +270,8 @@ def _tile_gemm_kernel(
             by_token = tl.rsqrt(squares / K + eps)[None, :]
             y *= by_token
             y_up *= by_token
+        if PDL and AFTER_SHRINK:
+            gdc_wait()
         if MAX_RANK:
             y, y_up = add_updates(
                 y,

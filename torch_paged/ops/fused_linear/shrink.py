@@ -1,0 +1,66 @@
+"""The first half of low-rank updates: the GEMV kernel, with a program for each few outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_paged.ops.fused_linear.arguments import kernel_arguments
+from torch_paged.ops.fused_linear.configs import MAX_KERNEL_ROWS, GemvConfig, device_key
+from torch_paged.ops.fused_linear.reference import shrink_reference
+from torch_paged.ops.fused_linear.start import start_gemv
+
+# Rows of x that a program takes.
+_TOKENS = 4
+_REGISTERS = {1: 80, 2: 128, 4: 168}
+
+
+def choose_shrink_config(
+    num_processors: int, num_tokens: int, num_rows: int, steps: int
+) -> GemvConfig:
+    """Return the launch of `num_rows` outputs whose sums take `steps` loads of a warp."""
+    tokens = 1 if num_tokens == 1 else 2 if num_tokens == 2 else _TOKENS
+    warps = 4 if steps <= 4 else 8
+    chunks = {1: 4, 2: 2, 4: 1}[tokens]
+    while chunks > 1 and warps * (chunks // 2) >= steps:
+        chunks //= 2
+    programs = num_rows * -(-num_tokens // tokens)
+    # Two outputs share what is read of x, where there are programs enough.
+    rows = 2 if programs > 4 * num_processors else 1
+    return GemvConfig(rows, chunks, warps, warps, _REGISTERS[tokens])
+
+
+def launch_shrink(
+    x: Tensor,
+    downs: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    cast_before_gain: bool = True,
+    *,
+    config: GemvConfig | None = None,
+    release_late: bool = False,
+) -> Tensor:
+    """Launch the kernel; `release_late`: let the next start when `x` is complete, not before."""
+    num_tokens, in_features = x.shape
+    downs = [down for down in downs if down.shape[0]] or list(downs[:1])
+    sizes = [down.shape[0] for down in downs]
+    if config is None and num_tokens > MAX_KERNEL_ROWS:
+        return shrink_reference(x, downs, norm_weight, norm, eps, norm_offset, cast_before_gain)
+    out = torch.empty((num_tokens, sum(sizes)), dtype=torch.float32, device=x.device)
+    if out.numel() == 0:
+        return out
+    arguments = kernel_arguments(
+        x, downs, [], norm_weight, norm, eps, norm_offset, None, "", False, out
+    )
+    if config is None:
+        steps = -(-in_features // (32 * arguments.constants["VEC"]))
+        config = choose_shrink_config(device_key(x.device)[1], num_tokens, sum(sizes), steps)
+    start_gemv(config, num_tokens, sizes, arguments, _TOKENS, release_late)
+    return out
+
+
+__all__ = ["choose_shrink_config", "launch_shrink"]
