@@ -92,7 +92,7 @@ def test_step_time_is_differenced() -> None:
 
 def test_spread_of_a_step_counts_both_ends() -> None:
     # Warm-up, then three short and three long calls.
-    seconds = iter([9.0, 1.0, 1.1, 1.2, 2.0, 2.1, 2.4])
+    seconds = iter([9.0, 8.0, 7.0, 1.0, 1.1, 1.2, 2.0, 2.1, 2.4])
     times = differenced(lambda new: next(seconds), 1, 3)
     assert times["ms"] == pytest.approx(1000)
     assert (times["low_ms"], times["high_ms"]) == (pytest.approx(800), pytest.approx(1400))
@@ -270,5 +270,5 @@ def test_speculation_is_measured_with_the_agreement_asked_for(
     assert plain["times_plain"] == 1.0
     for row in (drafted, looked_up):
         # All candidates are accepted, and one token comes on top; calls of one token ask for none.
-        assert 3.5 < row["tokens_per_round"] <= 4.0
+        assert 3.3 < row["tokens_per_round"] <= 4.0
         assert f"{row['what']}: ms" in capsys.readouterr().out or row is looked_up

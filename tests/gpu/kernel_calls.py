@@ -160,17 +160,15 @@ _add("decode-split-fp32", _decode, _SPLIT, heads=(4, 2, 64), table=_TABLE, dtype
 _WAVE = [1, 0, 16, 17, 100] if DEVICE == "cpu" else [1, 0, 16, 17, 100] * 5
 _add("decode-several", _decode, _WAVE, heads=(8, 8, 64), table=7, norm=True)
 _add("decode-several-256", _decode, _WAVE, heads=(8, 8, 256), table=7)
-_add("decode-many", _decode, _WAVE * 3, heads=(16, 8, 128), table=7, norm=True)
-_add("decode-many-window", _decode, _WAVE * 3, heads=(8, 8, 80), table=7, window=33, extras=True)
-_add("decode-many-fp32", _decode, _WAVE * 3, heads=(8, 8, 64), table=7, dtype=torch.float32)
+_add("decode-waves", _decode, _WAVE * 3, heads=(16, 8, 128), table=7, norm=True)
+_add("decode-waves-window", _decode, _WAVE * 3, heads=(8, 8, 80), table=7, window=33, extras=True)
+_add("decode-waves-fp32", _decode, _WAVE * 3, heads=(8, 8, 64), table=7, dtype=torch.float32)
 _add("decode-window", _decode, _SPLIT, heads=(6, 2, 80), table=_TABLE, window=300, half=16)
 _add("decode-256", _decode, [5, 16, 33], heads=(8, 1, 256), norm=True, extras=True)
 _add("decode-96", _decode, [8, 9, 0, 20], heads=(3, 3, 96), block_size=8, interleaved=True)
 _add("decode-block-32", _decode, [31, 32, 33], heads=(4, 1, 32), block_size=32, half=0, window=7)
 _add("decode-v-dim", _decode, [3, 17], heads=(4, 4, 48), v_dim=32, fused=False, extras=True)
 _add("decode-alibi", _decode, [1, 18, 0, 33], heads=(3, 3, 64), half=0, slopes=torch.bfloat16)
-# More programs than an H200 has multiprocessors: the other configuration.
-_add("decode-many", _decode, [1, 18, 0, 16, 33] * 14, heads=(4, 2, 64), table=40)
 
 
 def _prefill(

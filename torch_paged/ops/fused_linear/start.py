@@ -15,6 +15,7 @@ from torch_paged.ops.fused_linear.configs import (
     PlainTileGemmConfig,
     SmallGemmConfig,
     TileGemmConfig,
+    num_processors,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
@@ -152,11 +153,19 @@ def start_wide_gemm(
         STAGES=config.stages,
         PREFETCH=min(_PREFETCH_BYTES, min(share, in_features) * size // 16 * 16),
         UPCAST=INTERPRETED,
-        # The interpreter runs one program after the other.
-        TOGETHER=not INTERPRETED,
+        TOGETHER=_run_together(splits * num_tiles * num_blocks, x.device),
         num_warps=config.warps,
         num_stages=1,
     )
+
+
+def _run_together(num_programs: int, device: torch.device) -> bool:
+    """Say whether programs may wait for each other: each has a multiprocessor of its own.
+
+    No program then waits for one that cannot start before it has ended. The interpreter runs one
+    program after the other.
+    """
+    return not INTERPRETED and num_programs <= num_processors(device.index or 0)
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
