@@ -47,6 +47,7 @@ _DOWN = {"HAS_RESIDUAL": True}
 _LORA = {"RANK0": 16, "MAX_RANK": 16, "AFTER_SHRINK": True}
 _LORA_TWO = {**_LORA, "RANK1": 16}
 _LORA_THREE = {**_LORA_TWO, "RANK2": 16}
+_LORA_WIDE = {**_LORA_THREE, "NUM_WEIGHTS": 3, "AFTER_SHRINK": False}
 _LORA_LARGE = {"RANK0": 256, "RANK1": 256, "RANK2": 256, "MAX_RANK": 256}
 _ODD = {"EVEN_K": False, "EVEN_N": False, "VEC": 1}
 
@@ -290,7 +291,7 @@ TARGETS = [
     _wide_gemm("down-14336-large", (256, 128, 64, 8, 8, 4), 14336, **_DOWN),
     _wide_gemm("gated-4096-256", (64, 256, 64, 8, 1, 4), 4096, **_PLAIN_GATED),
     _wide_gemm("head-4096", (256, 128, 64, 8, 1, 4), 4096),
-    _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, NUM_WEIGHTS=3, **_LORA_THREE),
+    _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, **_LORA_WIDE),
     _wide_gemm("odd", (64, 128, 64, 8, 2, 3), 575, NUM_WEIGHTS=3, **_BIASES, VEC=1),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

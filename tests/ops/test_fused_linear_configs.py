@@ -135,17 +135,18 @@ def test_many_rows_take_the_wide_kernel_on_hopper_unless_torch_was_quicker(
     shape = (token_bucket(num_tokens), 6144, 4096, False)
     monkeypatch.setattr(configs, "TABLE", {H200: {}})
     configs._measured.cache_clear()
-    assert isinstance(choose_config(H200, problem, dtype, True), WideGemmConfig)
-    assert choose_config(H200, problem, dtype, False).splits == 1
+    config = choose_config(H200, problem, dtype, True)
+    assert isinstance(config, WideGemmConfig if num_tokens <= 128 else Composed)
+    if num_tokens <= 128:
+        assert choose_config(H200, problem, dtype, False).splits == 1
     assert choose_config((80, 108), problem, dtype, True) == Composed()
     assert choose_config((100, 148), problem, dtype, True) == Composed()
     assert choose_config(H200, problem, torch.float32, True) == Composed()
-    monkeypatch.setattr(configs, "WIDE_UNLESS_MEASURED", False)
-    assert choose_config(H200, problem, dtype, True) == Composed()
-    monkeypatch.setattr(configs, "WIDE_UNLESS_MEASURED", True)
-    monkeypatch.setattr(configs, "TABLE", {H200: {shape: ("torch",)}})
-    configs._measured.cache_clear()
-    assert choose_config(H200, problem, dtype, True) == Composed()
+    wide = ("wide_gemm", 128, 128, 64, 8, 1, 4)
+    for entry, kind in ((("torch",), Composed), (wide, WideGemmConfig)):
+        monkeypatch.setattr(configs, "TABLE", {H200: {shape: entry}})
+        configs._measured.cache_clear()
+        assert isinstance(choose_config(H200, problem, dtype, True), kind)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ MAX_KERNEL_ROWS = 256
 # kernel that leaves the norm outside may be quicker, or torch ops are.
 ALWAYS_KERNEL_ROWS = 64
 
-# Whether shapes that were not measured take the wide kernel between the two, where it runs.
-WIDE_UNLESS_MEASURED = True
+# Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
+MAX_WIDE_UNMEASURED = 128
 
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
@@ -153,7 +153,7 @@ def choose_config(
         if always:
             config = _rule(key, problem)
         else:
-            config = _many_rows_rule(key, problem) if WIDE_UNLESS_MEASURED else Composed()
+            config = _many_rows_rule(key, problem)
     if can_split or isinstance(config, (GemvConfig, Composed)):
         return config
     config = config._replace(splits=1)
@@ -291,6 +291,6 @@ def _tile_gemm_rule(key: tuple[int, int], problem: Problem) -> TileGemmConfig:
 @functools.cache
 def _many_rows_rule(key: tuple[int, int], problem: Problem) -> Config:
     """Return the wide kernel where it runs: it needs Hopper's copies and tensor cores."""
-    if key[0] != 90:
+    if key[0] != 90 or problem.num_tokens > MAX_WIDE_UNMEASURED:
         return Composed()
     return ranked_configs(key[1], *problem)[0]

@@ -75,9 +75,9 @@ def _launch_fused_linear(
             update_scales,
             downs,
         )
-    if norm and isinstance(config, NormOutside):
-        x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
-        norm_weight, norm = None, False
+    norm_outside = norm and isinstance(config, NormOutside)
+    # What the wide kernel copies is ordered by its wait alone.
+    after_shrink = downs is not None and not (norm_outside or isinstance(config, WideGemmConfig))
     if downs is not None:
         lora_x = launch_shrink(
             x,
@@ -87,8 +87,11 @@ def _launch_fused_linear(
             eps,
             norm_offset,
             cast_before_gain,
-            release_late=True,
+            release_late=after_shrink,
         )
+    if norm_outside:
+        x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
+        norm_weight, norm = None, False
     out = torch.empty(
         (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device
     )
@@ -96,7 +99,7 @@ def _launch_fused_linear(
         x, weights, biases, norm_weight, norm, eps, norm_offset, residual, activation, gated, out
     )
     if lora_x is not None and updates is not None:
-        arguments = with_updates(arguments, lora_x, updates, update_scales, downs is not None)
+        arguments = with_updates(arguments, lora_x, updates, update_scales, after_shrink)
     sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
     if isinstance(config, GemvConfig):
         start_gemv(config, num_tokens, sizes, arguments)

@@ -235,6 +235,7 @@ def _wide_gemm_kernel(
 ):
     """out[t, n] = epilogue(sum_k w[n, k] * x[t, k])."""
     tl.static_assert(not NORM, "the norm comes before this kernel")
+    tl.static_assert(not AFTER_SHRINK, "the wait comes before the first tile")
     if PDL:
         gdc_launch_dependents()
     split = tl.program_id(0)
@@ -281,7 +282,7 @@ def _wide_gemm_kernel(
         if GATED:
             _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
-    if PDL and not AFTER_SHRINK:
+    if PDL:
         gdc_wait()
 
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -301,8 +302,6 @@ def _wide_gemm_kernel(
             acc_up = tl.dot(up, tl.trans(x), acc_up)
 
     if SPLITS == 1:
-        if PDL and AFTER_SHRINK:
-            gdc_wait()
         _finish_rows(
             acc,
             acc_up,
@@ -349,8 +348,6 @@ def _wide_gemm_kernel(
         arrived = _hand_over(
             acc, acc_up, sum_ptr + split * SLOT, counter_ptr, SPLITS, ROWS, TOKENS, GATED, TOGETHER
         )
-        if PDL and AFTER_SHRINK:
-            gdc_wait()
         first = split
         STEP: tl.constexpr = SPLITS if TOGETHER else 1
         if not TOGETHER:
