@@ -80,6 +80,7 @@ def _gemv(
             "EVEN_T": True,
             "RELEASE_LATE": False,
             **constants,
+            "AFTER_SHRINK": False,
         },
         num_warps=warps,
         num_stages=1,

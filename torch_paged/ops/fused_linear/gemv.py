@@ -114,6 +114,7 @@ def _gemv_kernel(
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * gain[k] * x[t, k])."""
+    tl.static_assert(not AFTER_SHRINK, "the wait comes before the first row of x")
     if PDL and not RELEASE_LATE:
         gdc_launch_dependents()
     block, w_ptr, b_ptr, stride_w, n, column, has_bias, width = locate(
@@ -194,7 +195,7 @@ def _gemv_kernel(
         u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
         if GATED:
             u_up = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
-    if PDL and not AFTER_SHRINK:
+    if PDL:
         gdc_wait()
     if PDL and RELEASE_LATE:
         gdc_launch_dependents()
@@ -207,7 +208,7 @@ def _gemv_kernel(
     )
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None, None, None]
     token_mask = tokens < num_tokens
-    if MAX_RANK and not AFTER_SHRINK:
+    if MAX_RANK:
         u_x = load_lora_x(lora_x_ptr, tokens, token_mask, first, rank, r, WIDTH)
         if GATED:
             up_x = load_lora_x(lora_x_ptr, tokens, token_mask, RANK0, RANK1, r, WIDTH)
@@ -247,12 +248,6 @@ def _gemv_kernel(
         scale = tl.rsqrt(_feature_sums(squares, WARPS, K_WARPS) / K + eps)
         y *= scale
         y_up *= scale
-    if AFTER_SHRINK:
-        if PDL:
-            gdc_wait()
-        u_x = load_lora_x(lora_x_ptr, tokens, token_mask, first, rank, r, WIDTH)
-        if GATED:
-            up_x = load_lora_x(lora_x_ptr, tokens, token_mask, RANK0, RANK1, r, WIDTH)
     if MAX_RANK:
         y += u_scale * tl.sum(u.to(tl.float32) * u_x, axis=3)
         if GATED:

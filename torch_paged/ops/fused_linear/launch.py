@@ -13,7 +13,10 @@ from torch_paged.ops.fused_linear.configs import (
     Config,
     GemvConfig,
     NormOutside,
+    PlainTileGemmConfig,
     Problem,
+    SmallGemmConfig,
+    TileGemmConfig,
     choose_config,
     device_key,
     tma_serves,
@@ -23,6 +26,10 @@ from torch_paged.ops.fused_linear.shrink import launch_shrink
 from torch_paged.ops.fused_linear.start import start_gemm, start_gemv, start_wide_gemm
 from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, WideGemmConfig
 from torch_paged.ops.rms_norm import _launch_rms_norm
+
+# Kernels that multiply while the first half of an update runs. The GEMV gains more by starting
+# before that half, while its predecessor runs; what the wide kernel copies only its wait orders.
+_OVERLAPPING = (SmallGemmConfig, TileGemmConfig, PlainTileGemmConfig)
 
 
 def _launch_fused_linear(
@@ -76,8 +83,7 @@ def _launch_fused_linear(
             downs,
         )
     norm_outside = norm and isinstance(config, NormOutside)
-    # What the wide kernel copies is ordered by its wait alone.
-    after_shrink = downs is not None and not (norm_outside or isinstance(config, WideGemmConfig))
+    after_shrink = downs is not None and not norm_outside and isinstance(config, _OVERLAPPING)
     if downs is not None:
         lora_x = launch_shrink(
             x,
