@@ -5,6 +5,7 @@ All three questions are asked before every run, so they are answered from flat l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,6 +106,7 @@ class ModuleWatch:
     ) -> None:
         ignored = {id(module) for module in beside}
         modules = [module for module in root.modules() if id(module) not in ignored]
+        self._modules = [weakref.ref(module) for module in modules]
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
         # The model's own calls replace them.
@@ -146,15 +148,20 @@ class ModuleWatch:
         self._seen_structure = self._structure()
 
     def _structure(self) -> tuple[object, ...]:
-        patched = tuple(i for i, d in enumerate(self._call_dicts) if "forward" in d)
+        patched = tuple(
+            (i, id(d["forward"])) for i, d in enumerate(self._call_dicts) if "forward" in d
+        )
+        # Of modules that are gone their parents tell.
+        classes = tuple(type(module()) for module in self._modules)
+        forwards = tuple(id(getattr(cls, "forward", None)) for cls in dict.fromkeys(classes))
         hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
         hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
         constants = tuple(store.get(name) for store, name in self._constants)
         sizes = tuple(map(len, self._child_dicts))
-        return patched, hooked, hook_ids, constants, sizes
+        return patched, classes, forwards, hooked, hook_ids, constants, sizes
 
     def structure_changed(self) -> bool:
-        """Say whether modules, hooks, instance forwards or numbers such as eps have changed."""
+        """Say whether modules, classes, hooks, forwards or numbers such as eps have changed."""
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
         return self._structure() != self._seen_structure
