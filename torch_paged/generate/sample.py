@@ -153,7 +153,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
 
 
 def _warn_of_length(call: Call, sequences: Tensor) -> None:
-    """Let the length criterion say what it says in transformers' loop, which asks at every step."""
+    """Let the length criterion say what it says in transformers' loop, asked at every step."""
     for criterion in call.stopping_criteria:
         if type(criterion) is not seams.MaxLengthCriteria:
             continue
