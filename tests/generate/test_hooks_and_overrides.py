@@ -356,38 +356,6 @@ def test_layers_dropped_after_acceleration(model, device, accelerate) -> None:
     assert torch.equal(greedy(model, ids, 10), expected)
 
 
-def change_epsilon(model) -> None:
-    model.model.layers[0].input_layernorm.variance_epsilon = 50.0
-
-
-def change_scaling(model) -> None:
-    model.model.layers[1].self_attn.scaling *= 0.25
-
-
-def change_frequencies(model) -> None:
-    with torch.no_grad():
-        model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def change_activation(model) -> None:
-    model.model.layers[1].mlp.act_fn = nn.ReLU()
-
-
-@pytest.mark.parametrize(
-    "change", [change_epsilon, change_scaling, change_frequencies, change_activation]
-)
-def test_constant_of_a_module_changed_after_acceleration(
-    change, model, device, accelerate
-) -> None:
-    ids = prompt(17, 17, device=device)
-    accelerate(model, on_unsupported="fallback")
-    plain = greedy(model, ids, 16)
-    change(model)
-    expected = greedy(copy.deepcopy(model), ids, 16)
-    assert not torch.equal(expected, plain)
-    assert torch.equal(greedy(model, ids, 16), expected)
-
-
 def test_own_hooks_of_hugging_face_are_no_reason_to_fall_back(model, device, accelerate) -> None:
     ids = prompt(17, 17, device=device)
     accelerate(model)

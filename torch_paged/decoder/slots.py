@@ -30,6 +30,17 @@ def hook_dicts(module: nn.Module) -> list[dict[int, object]]:
     return [getattr(module, name) for name in _HOOK_DICTS]
 
 
+def is_gradient_hook(hook: object) -> bool:
+    """Recognise what gradient checkpointing leaves on embeddings: outputs that require gradients.
+
+    It changes no value, is installed anew whenever checkpointing is switched on, and stays.
+    """
+    package = getattr(hook, "__module__", "").partition(".")[0]
+    name = getattr(hook, "__qualname__", "").rpartition(".")[2]
+    known = ("make_inputs_require_grads", "make_inputs_require_grad")
+    return package in ("transformers", "peft") and name in known
+
+
 def _no_hook_ignored(hook: object) -> bool:
     return False
 
@@ -61,7 +72,8 @@ def override_reason(
         return "its forward is replaced on the class"
     if hasattr(module, "_hf_hook"):
         return "it has an accelerate hook"
-    if any(not ignore_hook(hook) for hooks in hook_dicts(module) for hook in hooks.values()):
+    hooks = [hook for held in hook_dicts(module) for hook in held.values()]
+    if not all(ignore_hook(hook) or is_gradient_hook(hook) for hook in hooks):
         return "it has hooks"
     if hasattr(module, "parametrizations"):
         return "it is parametrized"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_paged.decoder.rotary import changing_rotaries
-from torch_paged.decoder.slots import hook_dicts
+from torch_paged.decoder.slots import hook_dicts, is_gradient_hook
 from torch_paged.decoder.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -154,11 +154,16 @@ class ModuleWatch:
         # Of modules that are gone their parents tell.
         classes = tuple(type(module()) for module in self._modules)
         forwards = tuple(id(getattr(cls, "forward", None)) for cls in dict.fromkeys(classes))
-        hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
-        hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
+        hooks = tuple(
+            (i, id(hook))
+            for i, held in enumerate(self._hook_dicts)
+            if held
+            for hook in held.values()
+            if not is_gradient_hook(hook)
+        )
         constants = tuple(store.get(name) for store, name in self._constants)
         sizes = tuple(map(len, self._child_dicts))
-        return patched, classes, forwards, hooked, hook_ids, constants, sizes
+        return patched, classes, forwards, hooks, constants, sizes
 
     def structure_changed(self) -> bool:
         """Say whether modules, classes, hooks, forwards or numbers such as eps have changed."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_paged.decoder.slots import hook_dicts, override_reason
+from torch_paged.decoder.slots import hook_dicts, is_gradient_hook, override_reason
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.alibi import read_bloom, read_mpt
@@ -311,9 +311,13 @@ def hook_reason(model: nn.Module) -> str:
         if id(module) in beside:
             continue
         for hooks in hook_dicts(module):
-            if any(not is_output_capturing_hook(hook) for hook in hooks.values()):
+            if not all(_is_harmless(hook) for hook in hooks.values()):
                 return f"{name or 'the model'} has forward hooks"
     return ""
+
+
+def _is_harmless(hook: object) -> bool:
+    return is_output_capturing_hook(hook) or is_gradient_hook(hook)
 
 
 def dropout_reason(model: nn.Module) -> str:
