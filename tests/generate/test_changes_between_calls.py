@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import greedy, prompt, reference, tiny
+from models import greedy, prompt, reference, seeded, tiny, tiny_family
 from torch import nn
 from transformers import LlamaConfig
 
@@ -49,6 +49,60 @@ def test_constant_of_a_module_changed_after_acceleration(
     expected = greedy(copy.deepcopy(model), ids, 16)
     assert not torch.equal(expected, plain)
     assert torch.equal(greedy(model, ids, 16), expected)
+
+
+def add_bias(model) -> None:
+    bias = torch.linspace(-3, 3, 64, device=model.device)
+    model.model.layers[1].self_attn.q_proj.bias = nn.Parameter(bias)
+
+
+def change_field(name, value):
+    return lambda model: setattr(model.config, name, value)
+
+
+@pytest.mark.parametrize(
+    "family, change",
+    [
+        ("llama", add_bias),
+        ("gpt_neox", lambda model: setattr(model.gpt_neox.layers[0], "use_parallel_residual", 0)),
+        ("llama", change_field("num_hidden_layers", 2)),
+        ("gemma2", change_field("final_logit_softcapping", 0.5)),
+        ("gemma3", change_field("layer_types", ["full_attention"] * 3)),
+        ("granite", change_field("logits_scaling", 40.0)),
+        ("mistral", change_field("sliding_window", 5)),
+        ("olmo", change_field("clip_qkv", 0.5)),
+    ],
+)
+@pytest.mark.parametrize("then", ["greedy", "sampled"])
+def test_what_a_forward_reads_changed_after_acceleration(
+    family, change, then, device, accelerate
+) -> None:
+    """Parameters, flags of modules, and fields of a config that no module keeps."""
+    model, ids = tiny_family(family, device), prompt(40, 40, device=device)
+
+    def run(used):
+        return seeded(used, 3, ids, do_sample=then == "sampled", max_new_tokens=16).result
+
+    accelerate(model, on_unsupported="fallback")
+    plain = run(model)
+    change(model)
+    expected = run(copy.deepcopy(model))
+    if then == "sampled":  # the best may stay the best
+        assert not torch.equal(expected, plain)
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("name, value", [("use_cache", False), ("pad_token_id", 1)])
+def test_fields_of_no_arithmetic_leave_the_model_as_it_is_read(
+    name, value, model, accelerate
+) -> None:
+    ids = prompt(17, 17, device=model.device)
+    accelerate(model)
+    greedy(model, ids, 2)
+    core = find_session(model).core
+    setattr(model.config, name, value)
+    greedy(model, ids, 2)
+    assert find_session(model).core is core
 
 
 def test_gradient_checkpointing_around_training_leaves_nothing_behind(
