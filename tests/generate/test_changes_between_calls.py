@@ -94,13 +94,14 @@ def test_what_a_forward_reads_changed_after_acceleration(
 
 @pytest.mark.parametrize("name, value", [("use_cache", False), ("pad_token_id", 1)])
 def test_fields_of_no_arithmetic_leave_the_model_as_it_is_read(
-    name, value, model, accelerate
+    name, value, model, accelerate, tmp_path
 ) -> None:
     ids = prompt(17, 17, device=model.device)
     accelerate(model)
     greedy(model, ids, 2)
     core = find_session(model).core
     setattr(model.config, name, value)
+    model.save_pretrained(tmp_path)
     greedy(model, ids, 2)
     assert find_session(model).core is core
 

@@ -28,6 +28,7 @@ from torch_paged.decoder.spec import (
 # What no arithmetic of a decode step follows: training, and what configs say of a forward's form.
 _OF_TRAINING = ("training", "gradient_checkpointing")
 _OF_CALLS = {
+    "architectures",  # set by save_pretrained
     "dtype",
     "output_attentions",
     "output_hidden_states",
