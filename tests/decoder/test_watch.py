@@ -62,6 +62,21 @@ def test_replaced_modules_hooks_and_instance_forwards_are_structure():
     assert watch.structure_changed()
 
 
+def test_other_classes_and_other_forwards_are_structure(monkeypatch):
+    model, watch = make()
+    norm = model.model.norm
+    norm.__class__ = type("Other", (type(norm),), {})
+    assert watch.structure_changed()
+    norm.__class__ = type(norm).__mro__[1]
+    assert not watch.structure_changed()
+    monkeypatch.setattr(type(norm), "forward", lambda self, hidden: hidden)
+    assert watch.structure_changed()
+    model.model.norm.forward = first = lambda hidden: hidden
+    watch = ModuleWatch(model, read_spec(model))
+    model.model.norm.forward = lambda hidden: -first(hidden)
+    assert watch.structure_changed()
+
+
 def test_the_watch_does_not_keep_the_model_alive():
     import gc
     import weakref

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,21 @@ def test_ids_outside_the_vocabulary(token, accelerate) -> None:
         with pytest.raises(IndexError):
             greedy(model, wrong, 8)
         assert torch.equal(greedy(model, ids, 8), expected)
+
+
+@pytest.mark.parametrize("name", ["ids", "embeddings", "flat embeddings"])
+def test_what_is_no_prompt_raises_what_it_raised(name, model, device, accelerate) -> None:
+    ids = prompt(17, 17, device=device)
+    given: dict[str, Any] = {"input_ids": ids[:, :0]}
+    if "embeddings" in name:
+        embeds = model.get_input_embeddings()(ids).detach()
+        given = {"inputs_embeds": embeds[0] if "flat" in name else embeds[:, :0]}
+    with pytest.raises(ERRORS) as theirs:
+        copy.deepcopy(model).generate(**given, max_new_tokens=3)
+    accelerate(model, on_unsupported="fallback")
+    with pytest.raises(ERRORS) as ours:
+        model.generate(**given, max_new_tokens=3)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
 
 
 def test_a_batch_without_rows_ends_as_before(model, device) -> None:

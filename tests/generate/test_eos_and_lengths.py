@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import greedy, left_pad, padded_prompts, prompt, reference, seeded, tiny
 from transformers import LlamaConfig
+from transformers.generation import stopping_criteria
 
 import torch_paged
 
@@ -123,6 +124,20 @@ def test_fill_behind_the_end(pad, two_end_tokens, device, accelerate) -> None:
     assert torch.equal(greedy(model, batch, **kwargs), expected.sequences)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_fill_that_is_no_token(rows, two_end_tokens, device, accelerate) -> None:
+    """Hugging Face can emit it, but not go on from it."""
+    model, ids, ends = two_end_tokens
+    batch, mask = left_pad([ids, prompt(9, 5, device=device)][:rows])
+    kwargs = {"eos_token_id": ends, "attention_mask": mask, "pad_token_id": -1}
+    ended = reference(model, ids, eos_token_id=ends).sequences.shape[1] - ids.shape[1]
+    expected = reference(model, batch, ended + 1, **kwargs).sequences
+    assert (expected[0, -1] == -1) == (rows == 2)
+    accelerate(model, on_unsupported="fallback")
+    assert torch.equal(greedy(model, batch, ended + 1, **kwargs), expected)
+    assert (last_path(model) == "fused") == (rows == 1)
+
+
 def test_end_token_inside_the_prompt_is_no_end(two_end_tokens, device, accelerate) -> None:
     model, ids, ends = two_end_tokens
     ids = torch.cat([ids.new_tensor([ends]), prompt(9, 9, device=device)], 1)
@@ -205,6 +220,31 @@ def test_prompts_at_and_over_the_position_limit(length, device, accelerate) -> N
     expected = reference(model, ids, 12)
     accelerate(model, on_unsupported="fallback")
     assert torch.equal(greedy(model, ids, 12), expected.sequences)
+
+
+@pytest.mark.parametrize("length, limit", [(60, 3), (60, 5), (60, 6), (60, 9), (64, 2), (70, 1)])
+def test_reminder_of_the_position_limit(length, limit, device, accelerate, monkeypatch) -> None:
+    model = tiny(LlamaConfig, 4, device, max_position_embeddings=64)
+    ids, said = prompt(length, length, device=device), []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", said.append)
+    greedy(copy.deepcopy(model), ids, limit)
+    theirs = set(said)
+    said.clear()
+    accelerate(model)
+    for options in ({}, {"output_scores": True, "return_dict_in_generate": True}):
+        greedy(model, ids, limit, **options)
+        assert set(said) == theirs
+        said.clear()
+    assert bool(theirs) == (length + limit - 1 > 64 and limit > 1)
+
+
+@pytest.mark.parametrize("limit", [2.5, 7.0, 16.2])
+def test_limit_that_is_no_whole_number(limit, device, accelerate) -> None:
+    model = tiny(LlamaConfig, 8, device)
+    ids = prompt(9, 9, device=device)
+    expected = greedy(copy.deepcopy(model), ids, limit)
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, limit), expected)
 
 
 def test_sampled_rows_end_on_an_end_token_list(two_end_tokens, device, accelerate) -> None:

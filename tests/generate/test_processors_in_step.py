@@ -188,3 +188,16 @@ def test_ids_outside_the_vocabulary_raise_as_before(model, device, accelerate) -
     accelerate(model)
     with pytest.raises(ValueError, match="vocabulary size is 64"):
         greedy(model, ids, bad_words_ids=[[64]])
+
+
+def test_empty_sequences_do_what_they_did(model, device, accelerate) -> None:
+    """Nothing in some releases of transformers, an error in others."""
+    ids, options = prompt(17, 17, 64, device), {"bad_words_ids": [[5], []]}
+    accelerate(model)
+    try:
+        expected = greedy(copy.deepcopy(model), ids, **options)
+    except IndexError as error:
+        with pytest.raises(IndexError, match=str(error)):
+            greedy(model, ids, **options)
+    else:
+        assert torch.equal(greedy(model, ids, **options), expected)

@@ -30,8 +30,36 @@ def hook_dicts(module: nn.Module) -> list[dict[int, object]]:
     return [getattr(module, name) for name in _HOOK_DICTS]
 
 
+def is_gradient_hook(hook: object) -> bool:
+    """Recognise what gradient checkpointing leaves on embeddings: outputs that require gradients.
+
+    It changes no value, is installed anew whenever checkpointing is switched on, and stays.
+    """
+    package = getattr(hook, "__module__", "").partition(".")[0]
+    name = getattr(hook, "__qualname__", "").rpartition(".")[2]
+    known = ("make_inputs_require_grads", "make_inputs_require_grad")
+    return package in ("transformers", "peft") and name in known
+
+
 def _no_hook_ignored(hook: object) -> bool:
     return False
+
+
+def _is_replaced_on_class(cls: type) -> bool:
+    """Say whether a class has another forward than the one that its file defines.
+
+    Decorators keep a function's names, so the outermost one must be of the class's own package or
+    torch's.
+    """
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    if owner is nn.Module:
+        return False
+    forward = vars(owner)["forward"]
+    names = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
+    written_in = getattr(forward, "__globals__", {}).get("__name__", "")
+    packages = (owner.__module__.partition(".")[0], "torch")
+    is_own = names == (owner.__module__, f"{owner.__qualname__}.forward")
+    return not is_own or written_in.partition(".")[0] not in packages
 
 
 def override_reason(
@@ -40,9 +68,12 @@ def override_reason(
     """Say what makes calling `module` differ from its class's forward, or return ""."""
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
+    if _is_replaced_on_class(type(module)):
+        return "its forward is replaced on the class"
     if hasattr(module, "_hf_hook"):
         return "it has an accelerate hook"
-    if any(not ignore_hook(hook) for hooks in hook_dicts(module) for hook in hooks.values()):
+    hooks = [hook for held in hook_dicts(module) for hook in held.values()]
+    if not all(ignore_hook(hook) or is_gradient_hook(hook) for hook in hooks):
         return "it has hooks"
     if hasattr(module, "parametrizations"):
         return "it is parametrized"

@@ -5,13 +5,15 @@ All three questions are asked before every run, so they are answered from flat l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from torch_paged.decoder.rotary import changing_rotaries
-from torch_paged.decoder.slots import hook_dicts
+from torch_paged.decoder.slots import hook_dicts, is_gradient_hook
 from torch_paged.decoder.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -23,6 +25,18 @@ from torch_paged.decoder.spec import (
     RotaryLookup,
 )
 
+# What no arithmetic of a decode step follows: training, and what configs say of a forward's form.
+_OF_TRAINING = ("training", "gradient_checkpointing")
+_OF_CALLS = {
+    "architectures",  # set by save_pretrained
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "use_cache",
+}
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 # States of adapters that are told apart; one that comes back later counts as new.
 _MAX_VARIANTS = 64
 
@@ -77,6 +91,32 @@ def _adapter_state(module: Any) -> tuple[object, ...]:
     )
 
 
+def _is_constant(module: nn.Module, name: str) -> bool:
+    """Say whether a flag is not of training, nor of an adapter, whose state has its own number."""
+    own = not name.startswith("_") and name not in _OF_TRAINING
+    return own and not hasattr(module, "_disable_adapters")
+
+
+def _fields(config: object) -> Iterator[tuple[str, object]]:
+    """Yield what a config says of the arithmetic; forwards read some of it at every step."""
+    for name, value in vars(config).items():
+        if name[0] != "_" and name not in _OF_CALLS and not name.endswith("_token_id"):
+            if type(value) in _PLAIN:
+                yield name, value
+
+
+class _ConfigWatch:
+    """Snapshot of the fields of all configs that modules hold."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        configs = [module.__dict__.get("config") for module in modules]
+        distinct = {id(c): c for c in configs if hasattr(c, "__dict__")}.values()
+        self._seen = [(config, copy.deepcopy(dict(_fields(config)))) for config in distinct]
+
+    def changed(self) -> bool:
+        return any(dict(_fields(config)) != fields for config, fields in self._seen)
+
+
 def never_called(spec: DecoderSpec) -> set[int]:
     """Return ids of modules that only parameters are taken of; whoever read them saw to that."""
     found = {id(r.ref.module) for r in spec.rotaries if isinstance(r, RotaryLookup)}
@@ -105,6 +145,7 @@ class ModuleWatch:
     ) -> None:
         ignored = {id(module) for module in beside}
         modules = [module for module in root.modules() if id(module) not in ignored]
+        self._modules = [weakref.ref(module) for module in modules]
         refs = root.modules() if spec is None else (ref.module for ref in spec_modules(spec))
         owned = {id(module) for owner in refs for module in owner.modules()}
         # The model's own calls replace them.
@@ -116,6 +157,7 @@ class ModuleWatch:
         self._call_dicts: list[dict[str, object]] = []
         self._hook_dicts: list[dict[int, object]] = []
         self._tensors: list[tuple[dict[str, Any], str]] = []
+        self._absent: list[tuple[dict[str, Any], str]] = []
         for parent in modules:
             self._child_dicts.append(parent._modules)
             for name, child in parent._modules.items():
@@ -128,6 +170,7 @@ class ModuleWatch:
                 stores: tuple[dict[str, Any], ...] = (parent._parameters, parent._buffers)
                 skipped = unread.get(id(parent), ())
                 for store in stores:
+                    self._absent += [(store, n) for n, t in store.items() if t is None]
                     self._tensors += [
                         (store, n) for n, t in store.items() if t is not None and n not in skipped
                     ]
@@ -137,8 +180,12 @@ class ModuleWatch:
             if not isinstance(parent, nn.Linear | nn.Embedding)
             for name, value in parent.__dict__.items()
             # What a rotary module of dynamic length remembers is of no consequence here.
-            if type(value) in (int, float) and not name.endswith("max_seq_len_cached")
+            if type(value) in (int, float)
+            and not name.endswith("max_seq_len_cached")
+            or type(value) is bool
+            and _is_constant(parent, name)
         ]
+        self._configs = _ConfigWatch(modules)
         # PEFT's wrappers, which compute something else when adapters are switched.
         self._adapted: list[Any] = [m for m in modules if hasattr(m, "_disable_adapters")]
         self._variants: dict[tuple[object, ...], int] = {}
@@ -146,18 +193,29 @@ class ModuleWatch:
         self._seen_structure = self._structure()
 
     def _structure(self) -> tuple[object, ...]:
-        patched = tuple(i for i, d in enumerate(self._call_dicts) if "forward" in d)
-        hooked = tuple(i for i, d in enumerate(self._hook_dicts) if d)
-        hook_ids = tuple(id(h) for i in hooked for h in self._hook_dicts[i].values())
+        patched = tuple(
+            (i, id(d["forward"])) for i, d in enumerate(self._call_dicts) if "forward" in d
+        )
+        # Of modules that are gone their parents tell.
+        classes = tuple(type(module()) for module in self._modules)
+        forwards = tuple(id(getattr(cls, "forward", None)) for cls in dict.fromkeys(classes))
+        hooks = tuple(
+            (i, id(hook))
+            for i, held in enumerate(self._hook_dicts)
+            if held
+            for hook in held.values()
+            if not is_gradient_hook(hook)
+        )
         constants = tuple(store.get(name) for store, name in self._constants)
         sizes = tuple(map(len, self._child_dicts))
-        return patched, hooked, hook_ids, constants, sizes
+        added = tuple(name for store, name in self._absent if store.get(name) is not None)
+        return patched, classes, forwards, hooks, constants, sizes, added
 
     def structure_changed(self) -> bool:
-        """Say whether modules, hooks, instance forwards or numbers such as eps have changed."""
+        """Say whether modules, classes, hooks, forwards, numbers or configs have changed."""
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
-        return self._structure() != self._seen_structure
+        return self._configs.changed() or self._structure() != self._seen_structure
 
     def variant(self) -> int:
         """Return a number that is equal for equal states of all adapters.

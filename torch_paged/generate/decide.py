@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,7 +54,8 @@ class Decision:
 
 def decide(model: Any, session: Session, call: Call) -> Decision:
     """Choose the path of a call; reads the call's tensors only where it must."""
-    if reasons := fallback_reasons(model, session, call, "_sample"):
+    reasons = fallback_reasons(model, session, call, "_sample") or _padding_reasons(call)
+    if reasons:
         return Decision(None, reasons)
     loop, why = _choose_loop(session, call)
     max_new_tokens, eos_ids = _limits(call)
@@ -78,6 +80,14 @@ def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> l
         return [reason]
     # A step that failed has given way to one that serves other calls.
     return [] if session.step is tested else fallback_reasons(model, session, call, method)
+
+
+def _padding_reasons(call: Call) -> list[str]:
+    """Hugging Face raises where it has to go on from such a token, unless it is the last one."""
+    pad, (_, eos) = call.generation_config.pad_token_id, _limits(call)
+    if eos is None or call.input_ids.shape[0] == 1 or not isinstance(pad, int) or pad >= 0:
+        return []
+    return [f"rows that have ended emit pad_token_id={pad}"]
 
 
 OPTED_OUT = "opted out: generation_config.torch_paged is False"
@@ -106,8 +116,13 @@ def _model_reasons(model: Any, session: Session, method: str) -> list[str]:
 def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     config, kwargs = call.generation_config, call.model_kwargs
     reasons = []
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is not None and embeds.dim() != 3:
+        reasons.append(f"inputs_embeds of {embeds.dim()} dimensions")
     if not call.input_ids.shape[0]:
         reasons.append("a batch without rows")
+    elif not (call.input_ids if embeds is None else embeds).shape[1]:
+        reasons.append("prompts without tokens")
     if call.input_ids.is_floating_point():
         reasons.append(f"input_ids of {call.input_ids.dtype}")
     if call.synced_gpus:
@@ -288,4 +303,4 @@ def _limits(call: Call) -> tuple[int | None, tuple[int, ...] | None]:
             eos = (eos or ()) + tuple(criterion.eos_token_id.reshape(-1).tolist())
     if max_length is None:
         return None, eos
-    return max(int(max_length) - call.input_ids.shape[1], 1), eos
+    return max(math.ceil(max_length) - call.input_ids.shape[1], 1), eos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,6 +142,7 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
             if isinstance(sampler, RecordingSampler) and session.logprobs is not None:
                 session.logprobs.take(sampler.values(num_steps))
             sequences = torch.cat([call.input_ids, run.tokens(num_steps)], dim=-1)
+            _warn_of_length(call, sequences)
         if call.streamer is not None:
             call.streamer.end()
         if keeps != "nothing":
@@ -148,6 +150,17 @@ def _run(session: Session, call: Call, decision: Decision) -> Any:
         if not config.return_dict_in_generate:
             return sequences
     return seams.decoder_only_output(sequences=sequences, cache=cache, **extras)
+
+
+def _warn_of_length(call: Call, sequences: Tensor) -> None:
+    """Let the length criterion say what it says in transformers' loop, asked at every step."""
+    for criterion in call.stopping_criteria:
+        if type(criterion) is not seams.MaxLengthCriteria:
+            continue
+        asked = min(sequences.shape[1], math.ceil(criterion.max_length) - 1)
+        known = criterion.max_position_embeddings
+        if known is not None and asked > max(known, call.input_ids.shape[1]):
+            criterion(sequences[:, :asked], None)
 
 
 def _make_sampler(session: Session, call: Call, decision: Decision, run: BatchRun) -> Sampler:

@@ -30,7 +30,7 @@ from torch_paged.patches.families import (
 )
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import global_forward_hooks
+from torch_paged.patches.seams import foreign_attention_reason, global_forward_hooks
 from torch_paged.report import CallReport, Report, SlotRow, Stats
 
 Tier = Literal["fused", "patched", "eager"]
@@ -143,6 +143,7 @@ class Session:
     def _outer_reason(self) -> str:
         """Say what rules out both of our tiers, or return ""."""
         reason = placement_reason(self.model) or hook_reason(self.model)
+        reason = reason or foreign_attention_reason(self.model)
         named = self.config.kv_cache_dtype
         dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
         if not reason and named not in ("auto", dtype):
@@ -150,11 +151,12 @@ class Session:
         return reason
 
     def reread_if_changed(self) -> None:
-        """Read the model again if modules, hooks or devices changed since."""
+        """Read the model again if modules, hooks, attention or devices changed since."""
         if self.step is None or self.core is None:
             changed = self._placement != self._outer_reason()
         else:
             changed = self.step.watch.structure_changed() or any(global_forward_hooks())
+            changed |= bool(foreign_attention_reason(self.model))
             changed |= (self.step.device, self.step.dtype) != self.core.made_for
         if changed:
             self.read()

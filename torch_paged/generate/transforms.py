@@ -236,7 +236,7 @@ def blueprint(processor: Any, vocab_size: int) -> Blueprint | None:
         logits_process.NoBadWordsLogitsProcessor,
     ):
         biases = tuple((tuple(ids), bias) for ids, bias in processor.sequence_bias.items())
-        if any(i >= vocab_size for ids, _ in biases for i in ids):
+        if any(not ids or max(ids) >= vocab_size for ids, _ in biases):
             return None  # transformers has something to say about it
         return (kind, biases), lambda shape: SequenceBias(shape, biases)
     if kind not in _BY_IDS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_paged.decoder.slots import hook_dicts, override_reason
+from torch_paged.decoder.slots import hook_dicts, is_gradient_hook, override_reason
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.alibi import read_bloom, read_mpt
@@ -276,13 +276,26 @@ def read_spec(model: nn.Module) -> DecoderSpec:
 
 def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
     """Modules above the spec's own are not called, so nothing may hang there."""
+    rotaries = {id(rotary.ref.module) for rotary in spec.rotaries}
     owned = [ref.module for ref in spec_modules(spec)]
-    called = {id(module) for owner in owned for module in owner.modules()}
+    called = {id(module) for owner in owned for module in owner.modules()} - rotaries
     called |= {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
         reason = override_reason(module, ignore_hook=is_output_capturing_hook)
         if reason and id(module) not in called:
             raise SpecRefusal(f"{name or 'the model'} cannot be bypassed: {reason}")
+    _refuse_foreign_attention(model, spec, rotaries)
+
+
+def _refuse_foreign_attention(model: nn.Module, spec: DecoderSpec, rotaries: set[int]) -> None:
+    """Classes of others may attend otherwise far into a text, where no self-test looks."""
+    linears = {id(p.ref.module) for layer in spec.layers for p in layer.attention.linears}
+    for name, module in model.named_modules():
+        if id(module) in linears or (linears | rotaries).isdisjoint(map(id, module.modules())):
+            continue
+        cls = type(module)
+        if cls.__module__.partition(".")[0] not in ("transformers", "torch"):
+            raise SpecRefusal(f"{name} cannot be bypassed: it is a {cls.__qualname__}")
 
 
 def hook_reason(model: nn.Module) -> str:
@@ -298,9 +311,13 @@ def hook_reason(model: nn.Module) -> str:
         if id(module) in beside:
             continue
         for hooks in hook_dicts(module):
-            if any(not is_output_capturing_hook(hook) for hook in hooks.values()):
+            if not all(_is_harmless(hook) for hook in hooks.values()):
                 return f"{name or 'the model'} has forward hooks"
     return ""
+
+
+def _is_harmless(hook: object) -> bool:
+    return is_output_capturing_hook(hook) or is_gradient_hook(hook)
 
 
 def dropout_reason(model: nn.Module) -> str:

@@ -341,6 +341,18 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
         AttentionInterface.register(name, function)
 
 
+def foreign_attention_reason(model: Any) -> str:
+    """Say whether the model's attention is a function that somebody else registered, or ""."""
+    name = model.config.get_text_config()._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
+    if isinstance(function, functools.partial):  # over kernels of the hub
+        function = function.func
+    package = (getattr(function, "__module__", None) or "transformers").partition(".")[0]
+    if package in ("transformers", "torch_paged"):
+        return ""
+    return f"its attention, {name!r}, is none of transformers' own"
+
+
 def register_masks(name: str, function: Callable[..., Any]) -> None:
     """Register the mask function that goes with an attention function."""
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
