@@ -246,15 +246,21 @@ class PrefillCase:
 
 
 def _decode_variants() -> list[DecodeConfig]:
-    """Configurations that differ in what is compiled: (tile bytes, warps, stages, prefetch)."""
+    """Configurations that differ in what is compiled."""
     tiles = [(16384, 4, 2, 0), (16384, 4, 3, 0), (16384, 4, 4, 0), (16384, 8, 3, 0)]
     tiles += [(8192, 4, 4, 0), (32768, 4, 2, 0), (32768, 8, 2, 0), (32768, 8, 3, 0)]
     tiles += [(65536, 8, 2, 0), (16384, 4, 3, 256), (32768, 8, 2, 256), (32768, 8, 3, 256)]
     tiles += [(65536, 8, 2, 256)]
-    return [
+    found = [
         DecodeConfig(tile_bytes=t, num_warps=w, num_stages=s, prefetch_tokens=p)
         for t, w, s, p in tiles
     ]
+    # Those of many programs, and of a few for each multiprocessor.
+    for tile, warps, stages in ((8192, 4, 2), (8192, 4, 3), (16384, 4, 2), (32768, 8, 2)):
+        base = DecodeConfig(tile_bytes=tile, num_warps=warps, num_stages=stages)
+        found.append(dataclasses.replace(base, early_tile=True))
+        found.append(dataclasses.replace(base, heads_first=True))
+    return found
 
 
 def _split_variants(config: DecodeConfig, tokens: int) -> list[DecodeConfig]:
@@ -328,7 +334,8 @@ def sweep() -> list[dict[str, Any]]:
             prompt = PrefillCase(heads, num_tokens)
             timed = [(config, _try(prompt, config)) for config in _prefill_variants()]
             report(f"prefill {heads} {num_tokens}", timed)
-    for batch, tokens in ((1, 200), (1, 2048), (1, 32768), (32, 200), (32, 2048), (8, 2048)):
+    cases = [(1, 200), (1, 2048), (1, 32768), (8, 2048), (32, 200), (32, 2048)]
+    for batch, tokens in [*cases, (64, 200), (128, 160), (128, 1024)]:
         for heads in SHAPES:
             case = DecodeCase(heads, batch, tokens)
             configs = _decode_variants()

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged.ops.fused_linear import (
-    MAX_KERNEL_ROWS,
     NUM_COUNTERS,
     fused_linear,
     fused_linear_reference,
@@ -23,7 +22,11 @@ from torch_paged.ops.fused_linear.configs import (
     TileGemmConfig,
 )
 from torch_paged.ops.fused_linear.reference import shrink_reference
-from torch_paged.ops.fused_linear.shrink import choose_shrink_config, launch_shrink
+from torch_paged.ops.fused_linear.shrink import (
+    MAX_SHRINK_ROWS,
+    choose_shrink_config,
+    launch_shrink,
+)
 from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.glu import activation_reference
 from torch_paged.ops.lora_shrink import lora_shrink
@@ -123,7 +126,7 @@ def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> 
 
 
 def test_past_the_kernels_rows_the_shrink_is_the_reference() -> None:
-    x = randn(MAX_KERNEL_ROWS + 1, 32, dtype=torch.bfloat16)
+    x = randn(MAX_SHRINK_ROWS + 1, 32, dtype=torch.bfloat16)
     downs = [randn(4, 32, dtype=torch.float32)]
     got = launch_shrink(x, downs)
     assert torch.equal(got, shrink_reference(x, downs))

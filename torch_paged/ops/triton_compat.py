@@ -8,7 +8,8 @@ rules. Each waits (`gdc_wait`) before it reads what a kernel of the same step wr
 then the end of all before it. And it lets its successors start at once (`gdc_launch_dependents`),
 unless it writes what they read before they wait: decode attention reads slots, lengths, block
 tables and the blocks of earlier tokens, so `advance` and `copy_blocks` let nobody start before
-they end.
+they end. The first half of a low-rank update lets the linear behind it start when its own wait is
+over: what it reads is then complete, and the linear waits for nothing but its result.
 """
 
 from __future__ import annotations

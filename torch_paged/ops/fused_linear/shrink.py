@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_paged.ops.fused_linear.arguments import kernel_arguments
-from torch_paged.ops.fused_linear.configs import MAX_KERNEL_ROWS, GemvConfig, device_key
+from torch_paged.ops.fused_linear.configs import GemvConfig, device_key
 from torch_paged.ops.fused_linear.reference import shrink_reference
 from torch_paged.ops.fused_linear.start import start_gemv
+
+# Past so many rows torch ops are at least as quick.
+MAX_SHRINK_ROWS = 128
 
 # Rows of x that a program takes.
 _TOKENS = 4
@@ -48,7 +51,7 @@ def launch_shrink(
     num_tokens, in_features = x.shape
     downs = [down for down in downs if down.shape[0]] or list(downs[:1])
     sizes = [down.shape[0] for down in downs]
-    if config is None and num_tokens > MAX_KERNEL_ROWS:
+    if config is None and num_tokens > MAX_SHRINK_ROWS:
         return shrink_reference(x, downs, norm_weight, norm, eps, norm_offset, cast_before_gain)
     out = torch.empty((num_tokens, sum(sizes)), dtype=torch.float32, device=x.device)
     if out.numel() == 0:
@@ -63,4 +66,4 @@ def launch_shrink(
     return out
 
 
-__all__ = ["choose_shrink_config", "launch_shrink"]
+__all__ = ["MAX_SHRINK_ROWS", "choose_shrink_config", "launch_shrink"]
