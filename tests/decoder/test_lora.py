@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torch_paged.config import Config
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.linears import held_linear, linear_slot
-from torch_paged.decoder.plan import Attention, Linear, lower
+from torch_paged.decoder.lowering import lower
+from torch_paged.decoder.plan import Attention, Linear
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.decoder.watch import ModuleWatch
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts

@@ -39,7 +39,8 @@ from torch_paged.config import Config
 from torch_paged.decoder import step
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
 from torch_paged.decoder.linears import held_linear
-from torch_paged.decoder.plan import Add, Glu, Linear, Norm, lower
+from torch_paged.decoder.lowering import lower
+from torch_paged.decoder.plan import Add, Glu, Linear, Norm
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.core import EngineCore

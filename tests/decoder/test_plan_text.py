@@ -5,7 +5,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
-from torch_paged.decoder.plan import lower
+from torch_paged.decoder.lowering import lower
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.patches.families import read_spec
 

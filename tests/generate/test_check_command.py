@@ -11,7 +11,7 @@ import torch
 
 from torch_paged.__main__ import main
 from torch_paged.decoder import bind_attention
-from torch_paged.decoder.plan import lower
+from torch_paged.decoder.lowering import lower
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.generate.check.comparison import compare_model
 from torch_paged.generate.check.plan_walk import title_of

@@ -4,7 +4,7 @@ import torch
 
 from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.generate.registry import find_session
-from torch_paged.patches.seams import eager_attention
+from torch_paged.patches.attention_seams import eager_attention
 
 
 def our_logits(model, ids, prompt_len, *, captured=True):

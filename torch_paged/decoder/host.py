@@ -13,8 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torch_paged.decoder.host_math import (
+    ACTIVATIONS,
+    Array,
+    Call,
+    attend,
+    layer_scaler,
+    rms_scaler,
+    rotate,
+    update_call,
+    view,
+)
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
 from torch_paged.decoder.plan import (
@@ -39,8 +50,6 @@ from torch_paged.ops.rotary_by_span import rotary_by_span_reference
 # Attention walks the rows one by one; past this many the batched ops are quicker.
 MAX_HOST_ROWS = 8
 
-Array = np.ndarray  # float32 throughout, except for ids and positions
-
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
@@ -62,9 +71,6 @@ class _Row:
 
 class Unsupported(Exception):  # noqa: N818 - it is an answer, not an error
     """Raised while building, where an instruction has no form here."""
-
-
-Call = Callable[[], None]
 
 
 class HostStep:
@@ -211,9 +217,9 @@ class HostStep:
     def _scaler(self, spec: NormSpec) -> Callable[[Array, Array], None]:
         weight = self._gain(spec)
         if spec.kind == "rms":
-            return _rms_scaler(weight, spec)
+            return rms_scaler(weight, spec)
         bias = getattr(spec.ref.module, "bias", None)
-        return _layer_scaler(weight, None if bias is None else bias.detach().numpy(), spec)
+        return layer_scaler(weight, None if bias is None else bias.detach().numpy(), spec)
 
     def _norm(self, ins: Norm) -> Call:
         source = self._values[ins.source].array
@@ -269,7 +275,7 @@ class HostStep:
             if update.dtype != torch.float32:
                 raise Unsupported(f"{name} has an adapter in {update.dtype}")
             down, up = update.down.weight.detach().T, update.up.weight.detach().T
-            calls.append(_update_call(source, down, up, update.scaling, out))
+            calls.append(update_call(source, down, up, update.scaling, out))
         return calls
 
     def _attention(self, ins: Attention) -> Call:
@@ -300,12 +306,12 @@ class HostStep:
             for norm, heads in zip(norms, (query, key), strict=False):
                 norm(heads, heads)
             if tables is not None:
-                _rotate(query, tables[0], tables[1], spec.interleaved)
-                _rotate(key, tables[0], tables[1], spec.interleaved)
+                rotate(query, tables[0], tables[1], spec.interleaved)
+                rotate(key, tables[0], tables[1], spec.interleaved)
             for at, row in enumerate(self._rows[table]):
                 keys = self._append(row, k_cache, key[at], spec.window)
                 values = self._append(row, v_cache, value[at], spec.window)
-                out[at] = _attend(query[at], keys, values, spec.scale, slopes)
+                out[at] = attend(query[at], keys, values, spec.scale, slopes)
 
         return call
 
@@ -321,7 +327,7 @@ class HostStep:
         else:
             bounds = np.cumsum([heads * dim for heads, dim in sizes])[:-1]
             arrays = np.split(self._values[names[0]].array, bounds, axis=1)
-        query, key, value = (_view(a, size) for a, size in zip(arrays, sizes, strict=True))
+        query, key, value = (view(a, size) for a, size in zip(arrays, sizes, strict=True))
         return query, key, value
 
     def _append(self, row: _Row, cache: Array, token: Array, window: int) -> Array:
@@ -348,7 +354,7 @@ class HostStep:
 
     def _activation(self, ins: Glu | Activate) -> Call:
         sources = [self._values[name].tensor for name in ins.sources]
-        act = _ACTIVATIONS[ins.activation]
+        act = ACTIVATIONS[ins.activation]
         if isinstance(ins, Glu) and len(sources) == 1:
             sources = list(sources[0].chunk(2, dim=-1))
         out = self._buffer(ins.target, sources[0].shape[1]).tensor
@@ -371,91 +377,3 @@ class HostStep:
                 out.div_(ins.softcap).tanh_().mul_(ins.softcap)
 
         return call
-
-
-def _update_call(source: Tensor, down: Tensor, up: Tensor, scaling: float, out: Tensor) -> Call:
-    """Return ``out += scaling * source @ down @ up`` over static buffers."""
-    with torch.inference_mode(False):
-        small = source.new_zeros((source.shape[0], down.shape[1]))
-        change = torch.zeros_like(out)
-
-    def call() -> None:
-        torch.mm(source, down, out=small)
-        torch.mm(small, up, out=change)
-        out.add_(change.mul_(scaling))
-
-    return call
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-    "relu": nn.functional.relu,
-    "relu2": lambda x: nn.functional.relu(x).square(),
-}
-
-
-def _view(array: Array, size: tuple[int, int]) -> Array:
-    """Divide the inner dim of an array whose rows may be strided, without a copy."""
-    row, item = array.strides
-    shape = (array.shape[0], *size)
-    return np.lib.stride_tricks.as_strided(array, shape, (row, size[1] * item, item))
-
-
-def _rms_scaler(gain: Array | None, spec: NormSpec) -> Callable[[Array, Array], None]:
-    """Return ``scale(x, out)``: out = x / rms(x) * (gain + offset) over the last dim."""
-    eps, offset = spec.eps, np.float32(spec.offset)
-
-    def scale(x: Array, out: Array) -> None:
-        mean = np.einsum("...i,...i->...", x, x, dtype=np.float32)
-        mean /= x.shape[-1]
-        mean += eps
-        np.multiply(x, 1.0 / np.sqrt(mean)[..., None], out=out)
-        if gain is not None:
-            np.multiply(out, gain + offset if spec.offset else gain, out=out)
-
-    return scale
-
-
-def _layer_scaler(
-    gain: Array | None, bias: Array | None, spec: NormSpec
-) -> Callable[[Array, Array], None]:
-    """Return ``scale(x, out)``: out = (x - mean) / deviation * (gain + offset) + bias."""
-    scale_rows = _rms_scaler(gain, spec)
-
-    def scale(x: Array, out: Array) -> None:
-        scale_rows(x - x.mean(axis=-1, keepdims=True), out)
-        if bias is not None:
-            np.add(out, bias, out=out)
-
-    return scale
-
-
-def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
-    """Turn the first 2R dims of x [num_rows, heads, dim] in place by cos and sin [num_rows, R]."""
-    half = cos.shape[-1]
-    if interleaved:
-        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    else:
-        first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin = cos[:, None], sin[:, None]
-    turned = first * sin
-    first *= cos
-    first -= second * sin
-    second *= cos
-    second += turned
-
-
-def _attend(query: Array, keys: Array, values: Array, scale: float, slopes: Array | None) -> Array:
-    """Attend query [Hq, D] over keys and values [Hkv, L, D] up to its own; [Hq, Dv]."""
-    num_kv_heads = keys.shape[0]
-    grouped = query.reshape(num_kv_heads, -1, query.shape[-1])
-    scores = np.matmul(grouped, keys.transpose(0, 2, 1))
-    scores *= np.float32(scale)
-    if slopes is not None:
-        scores += slopes * np.arange(1 - keys.shape[1], 1, dtype=np.float32)
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    return np.matmul(scores, values).reshape(query.shape[0], -1)

@@ -15,7 +15,8 @@ from torch_paged.decoder.fusion import FusionProfile, Pays, always, fuse
 from torch_paged.decoder.host import MAX_HOST_ROWS, HostStep, Unsupported
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.decoder.linears import linear_slot
-from torch_paged.decoder.plan import Mode, Plan, lower
+from torch_paged.decoder.lowering import lower
+from torch_paged.decoder.plan import Mode, Plan
 from torch_paged.decoder.rotary import changes_with_length, first_floor, remember
 from torch_paged.decoder.slots import Slot, SlotKind, is_conv1d, plain_slot
 from torch_paged.decoder.spec import (

@@ -15,10 +15,10 @@ from torch_paged.engine.batch import BatchLimits, BatchRun, PackedPrompts
 from torch_paged.engine.core import EngineCore
 from torch_paged.errors import OutOfBlocks
 from torch_paged.generate.forced_routing import ForcedRouting
+from torch_paged.patches.attention_seams import eager_attention
 from torch_paged.patches.seams import (
     CACHE_NAMES,
     call_cache,
-    eager_attention,
     forward_arguments,
 )
 

@@ -21,6 +21,7 @@ from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
 from torch_paged.ops.triton_compat import HAS_TRITON
+from torch_paged.patches.attention_seams import foreign_attention_reason
 from torch_paged.patches.families import (
     dropout_reason,
     hook_reason,
@@ -30,7 +31,7 @@ from torch_paged.patches.families import (
 )
 from torch_paged.patches.patched_step import PatchedStep
 from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import foreign_attention_reason, global_forward_hooks
+from torch_paged.patches.seams import global_forward_hooks
 from torch_paged.report import CallReport, Report, SlotRow, Stats
 
 Tier = Literal["fused", "patched", "eager"]

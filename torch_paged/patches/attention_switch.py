@@ -22,13 +22,13 @@ from torch_paged.cache.pool import LayerShape
 from torch_paged.decoder.inputs import Binding, StepInputs
 from torch_paged.ops.paged_attention import fused_decode_attention, paged_prefill_attention
 from torch_paged.ops.rotary_cache_write import rotary_cache_write
-from torch_paged.patches.refusal import SpecRefusal
-from torch_paged.patches.seams import (
-    PassThroughCache,
+from torch_paged.patches.attention_seams import (
     register_attention,
     register_masks,
     switch_attention,
 )
+from torch_paged.patches.refusal import SpecRefusal
+from torch_paged.patches.seams import PassThroughCache
 from torch_paged.patches.visibility import window_of
 
 NAME = "torch_paged"

@@ -1,32 +1,28 @@
 """Every symbol of transformers that is private or has moved between releases, in one file.
 
 Those of candidate generators are in draft_seams.py, of layers with a state in state_seams.py, of
-caches over blocks in lease_seams.py.
+caches over blocks in lease_seams.py, of attention in attention_seams.py.
 
 tests/patches/test_seams.py holds these on the oldest and the newest supported release.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
-    AttentionInterface,
     Cache,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin
@@ -34,9 +30,7 @@ from transformers.generation import logits_process as logits_process
 from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from torch_paged.patches.lease_seams import is_plain_layer, state_shapes
@@ -230,16 +224,6 @@ def call_cache(model_kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def eager_attention(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Run the model with eager attention: sdpa drops softcaps, so it is no reference.
-
-    Falcon with ALiBi keeps its own: eager attention adds the biases twice, sdpa once.
-    """
-    if getattr(model.config, "model_type", "") == "falcon" and model.config.alibi:
-        return contextlib.nullcontext()
-    return switch_attention(model, "eager")
-
-
 def forward_arguments(model: Any) -> frozenset[str]:
     """Return the names of the arguments of the class's forward, as `generate` looks at them."""
     return frozenset(inspect.signature(type(model).forward).parameters)
@@ -333,83 +317,6 @@ def replace_output_cache(output: Any, cache: Any) -> None:
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     """Return the name under which this call has its cache, or None."""
     return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
-
-
-def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Register an attention function; without a mask function of that name none is built."""
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, function)
-
-
-def foreign_attention_reason(model: Any) -> str:
-    """Say whether the model's attention is a function that somebody else registered, or ""."""
-    name = model.config.get_text_config()._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
-    if isinstance(function, functools.partial):  # over kernels of the hub
-        function = function.func
-    package = (getattr(function, "__module__", None) or "transformers").partition(".")[0]
-    if package in ("transformers", "torch_paged"):
-        return ""
-    return f"its attention, {name!r}, is none of transformers' own"
-
-
-def register_masks(name: str, function: Callable[..., Any]) -> None:
-    """Register the mask function that goes with an attention function."""
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, function)
-
-
-# Attention that models use in this context (thread or task), where it is not their config's.
-_ATTENTION_HERE: ContextVar[str | None] = ContextVar("torch_paged_attention", default=None)
-_OWN_ATTENTION: Any = PreTrainedConfig.__dict__["_attn_implementation"]
-_attention_lock = threading.Lock()
-_attention_users = 0
-
-
-def _read_attention(config: PreTrainedConfig) -> Any:
-    return _ATTENTION_HERE.get() or _OWN_ATTENTION.fget(config)
-
-
-def _count_attention_readers(change: int) -> None:
-    """Keep our reading of the property in place for as long as anyone is within a block."""
-    global _attention_users
-    with _attention_lock:
-        _attention_users += change
-        reads = property(_read_attention, _OWN_ATTENTION.fset) if _attention_users else None
-        PreTrainedConfig._attn_implementation = reads or _OWN_ATTENTION
-
-
-def _brings_attention(cls: type) -> bool:
-    owners = [c for c in cls.__mro__ if "_attn_implementation" in vars(c)]
-    return owners[0] is not PreTrainedConfig
-
-
-@contextlib.contextmanager
-def switch_attention(model: Any, name: str) -> Iterator[None]:
-    """Have every config name `name` as its attention, in this thread or task only.
-
-    Configs are shared between models and threads, and some forwards copy theirs, so the value
-    that they hold is not touched: within the block the property reads a context variable first.
-    Nothing but the forward of `model` belongs into the block. A config class that brings the
-    property itself (hrm_text) does not read the variable, so there the value is written.
-    """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    written = [
-        (config, config._attn_implementation)
-        for config in configs.values()
-        if _brings_attention(type(config))
-    ]
-    token = _ATTENTION_HERE.set(name)
-    _count_attention_readers(1)
-    try:
-        for config, _ in written:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, own in written:
-            config._attn_implementation_internal = own
-        _count_attention_readers(-1)
-        _ATTENTION_HERE.reset(token)
 
 
 class PassThroughCache(Cache):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_paged.generate.selftest import own_outputs
-from torch_paged.patches.seams import eager_attention
+from torch_paged.patches.attention_seams import eager_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_paged.generate.accelerate import accelerate, explain, restore
 from torch_paged.generate.support.zoo import VOCAB, tiny_model
 from torch_paged.generate.support.zoo_fixes import NOT_BUILT
+from torch_paged.patches.attention_seams import eager_attention
 from torch_paged.patches.families import NO_ROW
-from torch_paged.patches.seams import eager_attention
 from torch_paged.report import Report
 
 PROMPTS = (5, 13, 21)
