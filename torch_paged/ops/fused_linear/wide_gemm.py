@@ -6,9 +6,10 @@ mask. Each program reads all of its rows of x from L2, hence many output feature
 more rows than TOKENS the programs of one weight tile are neighbours in the grid, and all but the
 first find it in L2. Until the previous kernel ends a program asks for its first weights in L2.
 
-With SPLITS > 1 programs share out in_features, hand over their sums, wait for each other and each
-finish a share of the tile: one alone would take longer over it than over its product. Those that
-wait for each other are neighbours in the grid, which starts in order, so all of them get to run.
+With SPLITS > 1 programs share out in_features and hand over their sums. Where the whole grid fits
+the device, a multiprocessor to each program, they wait for each other and each finishes a share of
+the tile (TOGETHER): one alone would take longer over it than over its product. Elsewhere the last
+to arrive finishes all.
 """
 
 from __future__ import annotations
