@@ -54,6 +54,7 @@ def answers() -> Answers:
         ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5"),
         ({"priority": "low"}, TypeError, "priority must be an integer, got 'low'"),
         ({"deadline": "soon"}, TypeError, "deadline must be a number of seconds, got 'soon'"),
+        ({"deadline": float("nan")}, ValueError, "deadline must be a number of seconds, got nan"),
         ({"on_output": 3}, TypeError, "on_output must be callable, got 3"),
         ({"stop_token_ids": 1.5}, TypeError, "stop_token_ids must be a token id or several"),
         ({"request_id": []}, TypeError, r"request_id must be hashable, got \[\]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
@@ -37,13 +38,16 @@ def fraction(name: str, value: Any) -> float:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a time in seconds."""
+    """Return a time in seconds; an infinite one never comes."""
     try:
-        return float(value)
+        time = float(value)
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} must be a number of seconds, got {value!r}; pass e.g. {name}=30.0"
         ) from None
+    if math.isnan(time):
+        raise ValueError(f"{name} must be a number of seconds, got nan; pass e.g. {name}=30.0")
+    return time
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
