@@ -393,11 +393,11 @@ def test_no_forward_of_hugging_face_runs(pair, ids, accelerate, monkeypatch) -> 
     accelerate(model), accelerate(assistant)
     run(model, ids, 2, assistant_model=assistant)
 
-    def call(self, *args, **kwargs):
-        raise AssertionError(f"{type(self).__name__} ran")
+    def forward(self, *args, **kwargs):
+        raise AssertionError(f"{type(self).__name__}.forward ran")
 
     for module in (model, model.model, model.model.layers[0], model.model.layers[0].self_attn):
-        monkeypatch.setattr(type(module), "__call__", call)
+        monkeypatch.setattr(type(module), "forward", forward)
     assert_same(run(model, ids, assistant_model=assistant), expected)
 
 

@@ -1,8 +1,6 @@
 """The decode loop on the GPU: captured, without syncs, without Hugging Face's forward."""
 
-import contextlib
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -71,10 +69,14 @@ def test_no_hugging_face_forward_while_decoding(model):
 
     classes = {type(m) for m in model.modules() if "Attention" in type(m).__name__}
     classes |= {type(layer) for layer in model.model.layers} | {type(model.model)}
-    with contextlib.ExitStack() as stack:
+    saved = {cls: cls.forward for cls in classes}
+    try:
         for cls in classes:
-            stack.enter_context(mock.patch.object(cls, "__call__", refuse))
+            cls.forward = refuse
         assert torch.equal(generate(model, ids, 20), expected)
+    finally:
+        for cls, forward in saved.items():
+            cls.forward = forward
 
 
 def start_run(model, rows, new, lag):

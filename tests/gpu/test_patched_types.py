@@ -66,7 +66,7 @@ class Calls:
         graph = torch.cuda.CUDAGraph
         with (
             mock.patch.object(graph, "replay", self._counting(graph.replay, "replays")),
-            mock.patch.object(cls, "__call__", self._counting(cls.__call__, "forwards")),
+            mock.patch.object(cls, "forward", self._counting(cls.forward, "forwards")),
         ):
             yield
 

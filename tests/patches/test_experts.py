@@ -71,8 +71,8 @@ def test_no_expert_or_router_of_hugging_face_runs(model_type: str) -> None:
     torch_paged.accelerate(model, on_unsupported="raise", verify=False)
     broken = mock.Mock(side_effect=AssertionError("Hugging Face's forward ran"))
     with (
-        mock.patch.object(type(mlp.ref.module), "__call__", broken),
-        mock.patch.object(type(mlp.router.ref.module), "__call__", broken),
+        mock.patch.object(type(mlp.ref.module), "forward", broken),
+        mock.patch.object(type(mlp.router.ref.module), "forward", broken),
     ):
         assert torch.equal(generate(model), expected)
 

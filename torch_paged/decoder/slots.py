@@ -45,9 +45,10 @@ def _no_hook_ignored(hook: object) -> bool:
     return False
 
 
-def _is_replaced_on_class(cls: type) -> bool:
+def is_replaced_on_class(cls: type) -> bool:
     """Say whether a class has another forward than the one that its file defines.
 
+    For when a model is read: afterwards a class's forward counts for what calls it.
     Decorators keep a function's names, so the outermost one must be of the class's own package or
     torch's.
     """
@@ -68,8 +69,6 @@ def override_reason(
     """Say what makes calling `module` differ from its class's forward, or return ""."""
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
-    if _is_replaced_on_class(type(module)):
-        return "its forward is replaced on the class"
     if hasattr(module, "_hf_hook"):
         return "it has an accelerate hook"
     hooks = [hook for held in hook_dicts(module) for hook in held.values()]

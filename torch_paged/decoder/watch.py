@@ -198,7 +198,6 @@ class ModuleWatch:
         )
         # Of modules that are gone their parents tell.
         classes = tuple(type(module()) for module in self._modules)
-        forwards = tuple(id(getattr(cls, "forward", None)) for cls in dict.fromkeys(classes))
         hooks = tuple(
             (i, id(hook))
             for i, held in enumerate(self._hook_dicts)
@@ -209,10 +208,10 @@ class ModuleWatch:
         constants = tuple(store.get(name) for store, name in self._constants)
         sizes = tuple(map(len, self._child_dicts))
         added = tuple(name for store, name in self._absent if store.get(name) is not None)
-        return patched, classes, forwards, hooks, constants, sizes, added
+        return patched, classes, hooks, constants, sizes, added
 
     def structure_changed(self) -> bool:
-        """Say whether modules, classes, hooks, forwards, numbers or configs have changed."""
+        """Say whether modules, classes, hooks, own forwards, numbers or configs have changed."""
         if any(store.get(name) is not child for store, name, child in self._children):
             return True
         return self._configs.changed() or self._structure() != self._seen_structure

@@ -12,7 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from torch_paged.decoder.slots import hook_dicts, is_gradient_hook, override_reason
+from torch_paged.decoder.slots import (
+    hook_dicts,
+    is_gradient_hook,
+    is_replaced_on_class,
+    override_reason,
+)
 from torch_paged.decoder.spec import DecoderSpec
 from torch_paged.decoder.watch import spec_modules
 from torch_paged.patches.alibi import read_bloom, read_mpt
@@ -279,10 +284,14 @@ def _refuse_overridden_containers(model: nn.Module, spec: DecoderSpec) -> None:
     rotaries = {id(rotary.ref.module) for rotary in spec.rotaries}
     owned = [ref.module for ref in spec_modules(spec)]
     called = {id(module) for owner in owned for module in owner.modules()} - rotaries
-    called |= {id(module) for module in modules_beside(model)}
+    beside = {id(module) for module in modules_beside(model)}
     for name, module in model.named_modules():
-        reason = override_reason(module, ignore_hook=is_output_capturing_hook)
-        if reason and id(module) not in called:
+        if id(module) in beside:
+            continue
+        reason = "" if id(module) in called else override_reason(module, is_output_capturing_hook)
+        if is_replaced_on_class(type(module)):
+            reason = "its forward is replaced on the class"
+        if reason:
             raise SpecRefusal(f"{name or 'the model'} cannot be bypassed: {reason}")
     _refuse_foreign_attention(model, spec, rotaries)
 
