@@ -60,6 +60,8 @@ def _decode(
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
+        if name == "many" and head_dim > 128:
+            tile_bytes = 16384
         early = ("short", "several") if element_size == 2 and head_dim <= 192 else ()
         power = 1 << (group - 1).bit_length()
         block_m, block_d, block_dv = max(16, power), _power(head_dim), _power(v)

@@ -35,6 +35,8 @@ _FEW_PROGRAMS = DecodeConfig(tile_bytes=32768, programs_per_sm=1, num_warps=8, p
 _SEVERAL_PROGRAMS = DecodeConfig(tile_bytes=32768, num_warps=8, num_stages=2, early_tile=True)
 _MANY_PROGRAMS = DecodeConfig(tile_bytes=8192, num_warps=4, num_stages=3, heads_first=True)
 _SEVERAL_WIDE_PROGRAMS = dataclasses.replace(_SEVERAL_PROGRAMS, early_tile=False)
+# As many tokens a tile as of heads half as wide.
+_MANY_WIDE_PROGRAMS = dataclasses.replace(_MANY_PROGRAMS, tile_bytes=16384)
 _MANY_PER_SM = 3
 # Where a program has a tile or two, it keeps them in registers: that leaves the SMs' memory to
 # the L1 of the kernels around it, whose loads live there.
@@ -82,7 +84,7 @@ def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> De
     major, _ = device_capability(device.index or 0)
     if major in (9, 10):
         if num_programs > _MANY_PER_SM * sm_count(device):
-            return _MANY_PROGRAMS
+            return _MANY_PROGRAMS if query.shape[-1] <= 128 else _MANY_WIDE_PROGRAMS
         # Exact float32 products, and wide heads, leave no registers for a tile.
         narrow = query.element_size() == 2 and query.shape[-1] <= 192
         if num_programs > sm_count(device):
