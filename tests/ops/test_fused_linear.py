@@ -13,6 +13,7 @@ from torch_paged.ops.fused_linear import (
     fused_linear,
     fused_linear_reference,
     launch,
+    start,
 )
 from torch_paged.ops.fused_linear.configs import (
     Config,
@@ -348,6 +349,17 @@ def test_wide_tiles_cover_any_number_of_rows_and_never_what_lies_between_them(
     options = {"activation": "silu", "gated": True} if gated else {}
     config = WIDE._replace(splits=splits)
     check(config, x, weights, biases, residual=residual, **options)
+
+
+def test_programs_wait_for_each_other_only_where_each_has_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "INTERPRETED", False)
+    monkeypatch.setattr(start, "num_processors", lambda index: 132)
+    device = torch.device("cuda", 0)
+    assert start._run_together(132, device) and not start._run_together(133, device)
+    monkeypatch.setattr(start, "INTERPRETED", True)
+    assert not start._run_together(1, device)
 
 
 @pytest.mark.parametrize(("first", "wide"), [(0, True), (4, False), (8, True)])
