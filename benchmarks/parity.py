@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.runs import forced_logits
-from torch_paged.patches.seams import eager_attention, forward_arguments
+from torch_paged.patches.attention_seams import eager_attention
+from torch_paged.patches.seams import forward_arguments
 
 MAX_RMS_RATIO, MAX_PEAK_RATIO = 1.25, 2.0
 # In float32 both sides round in the last bits only; in units of the logits' deviation.
