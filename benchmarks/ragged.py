@@ -28,6 +28,7 @@ from benchmarks import shapes
 from benchmarks.decode import GREEDY
 from benchmarks.parity import Oracle, WrongResult
 from benchmarks.runs import core_of
+from benchmarks.timeline import Timeline, timeline
 from benchmarks.timing import default_device, summarize, synchronize
 from torch_paged.engine.engine import ServingEngine
 
@@ -156,6 +157,24 @@ def response(engine: torch_paged.Engine, count: int, length: int, vocab_size: in
     return statistics.mean(times)
 
 
+def decode_timeline(engine: torch_paged.Engine, num_seqs: int, vocab_size: int) -> Timeline:
+    """Return what the GPU does while `num_seqs` requests of 128 tokens decode, prompts done."""
+    draw, service = random.Random(num_seqs), engine._service
+    for _ in range(num_seqs):
+        prompt = [draw.randrange(vocab_size) for _ in range(128)]
+        engine.add_request(prompt, max_new_tokens=192, **GREEDY)
+
+    def decode(tokens: int) -> None:
+        goal = service.engine.num_kv_tokens + tokens * num_seqs
+        while service.engine.num_kv_tokens < goal and not engine.is_idle:
+            service.advance(tokens=False)
+
+    decode(128 + 48)  # prompts, and the first steps of a batch of this size
+    found = timeline(lambda: decode(64))
+    engine.run()
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What of the work is measured.
@@ -164,6 +183,7 @@ class Settings:
         streams: numbers of requests in flight for which latencies are taken.
         scale: shrinks all lengths.
         response: also take the time until one of 128 equal requests has ended.
+        busy: also take the share of the time that a GPU is at work while all requests decode.
     """
 
     requests: int = 256
@@ -172,6 +192,7 @@ class Settings:
     repeats: int = 3
     scale: float = 1.0
     response: bool = True
+    busy: bool = False
     max_num_batched_tokens: int = 8192
 
 
@@ -204,6 +225,9 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
             length = max(2, int(128 * scale))
             response(engine, 128, length, vocab)
             result["response_s"] = response(engine, 128, length, vocab)
+        if settings.busy:
+            seen = decode_timeline(engine, settings.max_num_seqs, vocab)
+            result["gpu_busy"], result["kernels_ms"] = seen.busy, seen.kernels
         result["stats"] = str(torch_paged.stats(model))
     return result
 
@@ -219,6 +243,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
     parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--apart", action="store_true", help="prompts in forwards of their own")
+    parser.add_argument("--busy", action="store_true", help="share of the time the GPU works")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     ServingEngine.mixes = not args.apart
@@ -229,6 +254,7 @@ def main() -> None:
         repeats=args.repeats,
         scale=args.scale,
         max_num_batched_tokens=args.budget,
+        busy=args.busy,
     )
     rows: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
