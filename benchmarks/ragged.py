@@ -7,7 +7,7 @@ to first token and between tokens as a caller of `step()` sees them. Response: 1
 128 + 128 tokens at once; mean time until a request has ended.
 
 Weights are random, so outputs run to their limit. A few requests are checked
-first, and the whole work runs once before it is timed: there the KV use is taken.
+first, and the whole work runs twice before it is timed: there the KV use is taken.
 """
 
 from __future__ import annotations
@@ -144,9 +144,14 @@ def latency(engine: torch_paged.Engine, work: list[Work], streams: int) -> dict[
     return result
 
 
-def response(engine: torch_paged.Engine, count: int, length: int, vocab_size: int) -> float:
-    """Return the mean seconds until one of `count` equal requests, made at once, has ended."""
-    draw = random.Random(count)
+def response(
+    engine: torch_paged.Engine, count: int, length: int, vocab_size: int, seed: int
+) -> float:
+    """Return the mean seconds until one of `count` requests of one length, made at once, has ended.
+
+    The prompts depend on the seed: of those seen before the engine still has the blocks.
+    """
+    draw = random.Random(seed)
     synchronize()
     started = time.perf_counter()
     for _ in range(count):
@@ -197,7 +202,7 @@ class Settings:
 
 
 def measure(model: Any, settings: Settings) -> dict[str, Any]:
-    """Run all parts on one model; the first run of the work warms up and shows the KV use."""
+    """Run all parts on one model; the first runs of the work warm up and show the KV use."""
     vocab, scale = model.config.vocab_size, settings.scale
     result: dict[str, Any] = {}
     with torch_paged.Engine(
@@ -207,7 +212,9 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
         on_unsupported="raise",
     ) as engine:
         check(engine, model, ragged_work(8, SEED + 1, vocab, scale))
-        result["kv_use"] = kv_use(engine, ragged_work(settings.requests, SEED, vocab, scale))
+        for seed in (SEED, SEED + 2):  # a shape is captured when it is met again
+            work = ragged_work(settings.requests, seed, vocab, scale)
+            result["kv_use"] = kv_use(engine, work)
         runs = [
             throughput(engine, ragged_work(settings.requests, SEED + 3 + i, vocab, scale))
             for i in range(settings.repeats)
@@ -217,14 +224,13 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
         result["spread"] = speed.spread
         result["preemptions"] = sum(run["preemptions"] for run in runs)
         for streams in settings.streams:
-            some = ragged_work(max(2 * streams, 64), SEED + 9, vocab, scale)
-            for _ in range(2):  # a shape is captured when it is met again
-                latency(engine, some, streams)
-            result[f"streams_{streams}"] = latency(engine, some, streams)
+            for seed in (9, 10, 11):  # prompts seen before have their blocks still
+                some = ragged_work(max(2 * streams, 64), 100 * seed + streams, vocab, scale)
+                result[f"streams_{streams}"] = latency(engine, some, streams)
         if settings.response:
             length = max(2, int(128 * scale))
-            response(engine, 128, length, vocab)
-            result["response_s"] = response(engine, 128, length, vocab)
+            for seed in range(3):
+                result["response_s"] = response(engine, 128, length, vocab, seed)
         if settings.busy:
             seen = decode_timeline(engine, settings.max_num_seqs, vocab)
             result["gpu_busy"], result["kernels_ms"] = seen.busy, seen.kernels

@@ -18,6 +18,7 @@ Sums take the same order at any number of rows for the same configuration.
 
 from __future__ import annotations
 
+from torch_paged.ops.fused_linear.ahead import prefetch_ahead
 from torch_paged.ops.fused_linear.parts import (
     add_updates,
     finish,
@@ -136,6 +137,7 @@ def _small_gemm_kernel(
     scale0,
     scale1,
     scale2,
+    wave,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -160,6 +162,7 @@ def _small_gemm_kernel(
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
     AFTER_SHRINK: tl.constexpr,
+    WAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -218,6 +221,30 @@ def _small_gemm_kernel(
     out_columns = column + out_rows
     bias = load_bias(b_ptr, out_rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, out_rows, n, True, GATED and HAS_BIAS1)
+    if WAVES and PDL:
+        prefetch_ahead(
+            block_id + split * tl.num_programs(0),
+            tl.num_programs(0),
+            wave,
+            w0_ptr,
+            w1_ptr,
+            w2_ptr,
+            n0,
+            n1,
+            n2,
+            stride_w0,
+            stride_w1,
+            stride_w2,
+            K,
+            NUM_WEIGHTS,
+            GATED,
+            VEC,
+            ROWS,
+            TILES * TILE,
+            TILE,
+            WAVES,
+            WARPS * 32,
+        )
     if PDL and not AFTER_SHRINK:
         gdc_wait()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged.ops.fused_linear.ahead import Ahead, plan_ahead
 from torch_paged.ops.fused_linear.arguments import Arguments
 from torch_paged.ops.fused_linear.configs import (
     NUM_COUNTERS,
@@ -24,6 +25,9 @@ from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
 from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton
+
+# Of a thread of the tile kernel, roughly: its launch sets no bound.
+_TILE_REGISTERS = 128
 
 # Bytes of a row of weights that a wide program asks for before it waits: 128 KiB of 256 rows.
 _PREFETCH_BYTES = 512
@@ -46,9 +50,13 @@ def start_gemv(
     block = config.rows * config.warps // config.k_warps
     step = config.k_warps * config.chunks * 32 * constants["VEC"]
     grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
+    ahead = _ahead(
+        grid[0], block, config.warps, config.registers, arguments, constants["K"], pointers[0]
+    )
     kernel = _gemv_kernel[grid](
         *pointers,
         *numbers,
+        ahead.wave,
         **constants,
         TOKENS=tokens,
         ROWS=config.rows,
@@ -59,6 +67,7 @@ def start_gemv(
         EVEN_N=all(n % block == 0 for n in sizes),
         EVEN_T=num_tokens % tokens == 0,
         RELEASE_LATE=release_late,
+        WAVES=ahead.waves,
         num_warps=config.warps,
         num_stages=1,
         maxnreg=config.registers,
@@ -79,25 +88,36 @@ def start_gemm(
     if isinstance(config, SmallGemmConfig):
         kernel, tokens = _small_gemm_kernel, max(triton.next_power_of_2(num_tokens), 8)
         step = config.chunks * 32 * config.warps
-        options = {"CHUNKS": config.chunks, "WARPS": config.warps, "maxnreg": config.registers}
+        options = {"CHUNKS": config.chunks, "maxnreg": config.registers}
+        registers, shared = config.registers, 0
     else:
         kernel, tokens = _tile_gemm_kernel, max(triton.next_power_of_2(num_tokens), 16)
         step = config.block_k
         options = {"BLOCK_K": step, "STAGES": config.stages}
+        streams = 2 if constants["GATED"] else 1
+        tile_bytes = step * (rows * streams + tokens) * pointers[0].element_size()
+        registers, shared = _TILE_REGISTERS, config.stages * tile_bytes
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     # Every share of in_features must have something to sum.
     splits = min(config.splits, triton.cdiv(constants["K"], step))
     slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
     splits, *scratch = _split_scratch(splits, num_blocks, slot, counters, pointers[-1])
+    share = step * triton.cdiv(constants["K"], step * splits)
+    ahead = _ahead(
+        num_blocks * splits, rows, config.warps, registers, arguments, share, pointers[0], shared
+    )
     launched = kernel[(num_blocks, splits)](
         *pointers,
         *scratch,
         *numbers,
+        ahead.wave,
         **constants,
         **options,
         TOKENS=tokens,
         ROWS=rows,
         SPLITS=splits,
+        WARPS=config.warps,
+        WAVES=ahead.waves,
         EVEN_K=constants["K"] % (step * splits) == 0,
         EVEN_N=all(n % rows == 0 for n in sizes),
         # The interpreter cannot multiply bfloat16.
@@ -107,6 +127,25 @@ def start_gemm(
     )
     if isinstance(config, SmallGemmConfig):
         prefer_l1(launched, pointers[0].device)
+
+
+def _ahead(
+    num_programs: int,
+    rows: int,
+    warps: int,
+    registers: int,
+    arguments: Arguments,
+    share: int,
+    x: Tensor,
+    shared_bytes: int = 0,
+) -> Ahead:
+    """Return what programs of `rows` output features, `share` of in_features, ask for ahead."""
+    constants, size = arguments.constants, x.element_size()
+    if not constants["PDL"] or constants["VEC"] * size != 16:
+        return Ahead(0, 0)
+    nbytes = rows * (2 if constants["GATED"] else 1) * share * size
+    processors = num_processors(x.device.index or 0)
+    return plan_ahead(processors, num_programs, nbytes, 32 * warps, registers, shared_bytes)
 
 
 def _split_scratch(

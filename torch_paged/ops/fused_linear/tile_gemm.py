@@ -8,6 +8,7 @@ weights waits in registers for the previous kernel to end and is added last.
 
 from __future__ import annotations
 
+from torch_paged.ops.fused_linear.ahead import prefetch_ahead
 from torch_paged.ops.fused_linear.parts import (
     add_updates,
     finish,
@@ -109,6 +110,7 @@ def _tile_gemm_kernel(
     scale0,
     scale1,
     scale2,
+    wave,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -133,6 +135,8 @@ def _tile_gemm_kernel(
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
     AFTER_SHRINK: tl.constexpr,
+    WARPS: tl.constexpr,
+    WAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -182,6 +186,30 @@ def _tile_gemm_kernel(
     out_columns = column + rows
     bias = load_bias(b_ptr, rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1)
+    if WAVES and PDL:
+        prefetch_ahead(
+            block_id + split * tl.num_programs(0),
+            tl.num_programs(0),
+            wave,
+            w0_ptr,
+            w1_ptr,
+            w2_ptr,
+            n0,
+            n1,
+            n2,
+            stride_w0,
+            stride_w1,
+            stride_w2,
+            K,
+            NUM_WEIGHTS,
+            GATED,
+            VEC,
+            ROWS,
+            TILES * BLOCK_K,
+            BLOCK_K,
+            WAVES,
+            WARPS * 32,
+        )
     if PDL and not AFTER_SHRINK:
         gdc_wait()
 

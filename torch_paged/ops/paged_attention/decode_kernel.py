@@ -191,6 +191,13 @@ def decode_attention_kernel(
         HAS_WINDOW,
     )
     num_active = tl.where(live, num_active, 0)
+    # The one that takes the new token, into the block that holds its place.
+    own = split == num_active - 1
+    mine = slot
+    if FUSED:
+        mine = tl.load(
+            table_ptr + position // BLOCK_SIZE, mask=own, other=0, cache_modifier=".cg"
+        ).to(tl.int64)
     # Every row of a tile reads a block of this row's context; past the end, its last one.
     last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
     needed = n < tl.where(split < num_active, BLOCK_N, 0)
@@ -316,7 +323,6 @@ def decode_attention_kernel(
             raw_slope = tl.load(slopes_ptr + q_head, mask=in_group, other=0.0)
             slope = alibi_slope(raw_slope, ALIBI_ROUNDED)
         if FUSED:
-            own = split == num_active - 1
             new_score = capped_scores(raw_new, scale, softcap, HAS_SOFTCAP)
             if ALIBI_ROUNDED:
                 new_score += alibi_bias(slope, position, position, scale, ALIBI_ROUNDED)
@@ -324,7 +330,6 @@ def decode_attention_kernel(
             total = tl.where(own, 1.0, total)
             acc = tl.where(own, v_new.to(tl.float32)[None, :], acc)
             if own:
-                mine = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
                 inside = position % BLOCK_SIZE
                 new_k_ptrs = k_head_ptr + mine * stride_kcb + inside * stride_kcs + d[None, :]
                 new_k_ptrs += tl.zeros_like(r)[:, None]
