@@ -250,14 +250,14 @@ def test_a_decoding_row_with_nan_logits_beside_a_prompt_ends_alone(
         def poisoned(inputs: Any) -> torch.Tensor:
             logits = prefill(inputs)
             if inputs.decoding is not None and len(inputs.decoding) == 2 and not hit:
-                # The rows of 5 and 9 are in slots 0 and 1, the prompt of 17 behind them.
+                # The rows of 9 and 5 are in slots 1 and 0, the prompt of 17 behind them.
                 hit.append(inputs.decoding.tolist())
-                logits[1, 3] = float("nan")
+                logits[0, 3] = float("nan")
             return logits
 
         step.prefill = poisoned
         outputs = run_staggered(engine)
-        assert hit == [[0, 1]]
+        assert hit == [[1, 0]]
         assert outputs[9].finish_reason == "error" and "are NaN" in outputs[9].error
         known = list(outputs[9].token_ids)
         assert known == answers(ids_of(9, 9), 12)[: len(known)] and len(known) == 1

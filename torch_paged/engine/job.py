@@ -100,8 +100,9 @@ class Batch(NamedTuple):
     """The rows that decode in a step: the same object while nothing changes.
 
     Attributes:
-        slots: [num_rows] int64, on the host.
-        on_device: the same as the runner takes them.
+        rows: in order of their start, as their ends are reported.
+        slots: [num_rows] int64, theirs, on the host.
+        on_device: the same slots as the runner takes them, those of the longest rows first.
     """
 
     rows: tuple[Row, ...]

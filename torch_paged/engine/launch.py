@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
-import torch
-
-from torch_paged.decoder.state import RowStart, to_device
+from torch_paged.decoder.state import RowStart
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.job import Batch, Job, Row
+from torch_paged.engine.packed_prompts import int64_tensor
 from torch_paged.engine.packing import pack_chunks
 from torch_paged.engine.params import SamplingParams
 from torch_paged.engine.prompt_graphs import PrefillEnd
 from torch_paged.engine.request import Request
-from torch_paged.engine.runner import Rows
+from torch_paged.engine.runner import make_rows
 from torch_paged.engine.sampling_state import SamplingStart
 from torch_paged.engine.scoring import ChunkScores, cut_scored, num_scored, scored_span
 from torch_paged.engine.step import PrefillChunk, ScheduledStep
@@ -34,7 +34,8 @@ class StepLauncher:
     def __init__(self, core: EngineCore, jobs: Mapping[Hashable, Job]) -> None:
         self._core = core
         self._jobs = jobs
-        self._rows: dict[int, Row] = {}  # decoding rows by slot
+        self._rows: dict[int, Row] = {}  # decoding rows by slot, in order of their start
+        self._head_starts: dict[int, int] = {}  # `Request.head_start` of each
         self._needs: Counter[str] = Counter()  # what of the tail how many of them need
         self._batch: Batch | None = None
         self._tails: dict[tuple[bool, bool, bool, int], ServingTail] = {}
@@ -56,10 +57,12 @@ class StepLauncher:
         self.num_tops = 0
         for slot in scheduled.stopped:
             self._needs.subtract(_needs(self._rows.pop(slot).job.params))
+            del self._head_starts[slot]
         for request in scheduled.started:
             row = self._jobs[request.request_id].row
             assert row is not None
             self._rows[row.slot] = row
+            self._head_starts[row.slot] = request.head_start
             self._needs.update(_needs(row.job.params))
         if scheduled.stopped or scheduled.started:
             self._batch = None
@@ -137,10 +140,16 @@ class StepLauncher:
 
     def _rows_now(self) -> Batch:
         if self._batch is None:
-            slots = tuple(self._rows)
-            index = torch.tensor(slots, device="cpu")
-            on_device = Rows(slots, to_device(index.to(torch.int32), self._core.device))
-            self._batch = Batch(tuple(self._rows.values()), index, on_device)
+            # The longest rows first: attention has a program a row, started in this order, and a
+            # long one that started late would run on alone, the rest of the device idle. All rows
+            # grow by a token a step, so the order holds until rows come or go.
+            starts = self._head_starts
+            longest_first = sorted(starts, key=starts.__getitem__, reverse=True)
+            self._batch = Batch(
+                tuple(self._rows.values()),
+                int64_tensor(array("q", self._rows)),
+                make_rows(longest_first, self._core.device),
+            )
         return self._batch
 
     def _tail(self, needs: Counter[str]) -> ServingTail:

@@ -110,6 +110,14 @@ class Request:
         return self.num_prompt_tokens + self.max_new_tokens - 1
 
     @property
+    def head_start(self) -> int:
+        """Tokens in the cache of a decoding row, less the number of the next step.
+
+        It stays as it is while the row decodes, and orders rows by their length at any step.
+        """
+        return self.num_computed_tokens - self.decode_since
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED

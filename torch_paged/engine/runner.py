@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch_paged.decoder.inputs import StepInputs, put_decoding
 from torch_paged.decoder.state import SlotState, to_device
 from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
+from torch_paged.engine.packed_prompts import int64_tensor
 from torch_paged.engine.prefill import CapturedPrefill
 from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Score, Tail
 from torch_paged.engine.protocols import StepModel
@@ -74,9 +76,8 @@ class Runner(Protocol):
 
 def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
     """Put the slots of a batch on the device."""
-    return Rows(
-        tuple(slots), to_device(torch.tensor(list(slots), dtype=torch.int32, device="cpu"), device)
-    )
+    index = int64_tensor(array("q", slots)).to(torch.int32)
+    return Rows(tuple(slots), to_device(index, device))
 
 
 class EagerRunner:
