@@ -18,7 +18,6 @@ Sums take the same order at any number of rows for the same configuration.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.ahead import prefetch_ahead
 from torch_paged.ops.fused_linear.parts import (
     add_updates,
     finish,
@@ -29,6 +28,7 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     merge_splits,
 )
+from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 

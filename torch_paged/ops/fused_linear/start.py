@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged.ops.fused_linear.ahead import Ahead, plan_ahead
 from torch_paged.ops.fused_linear.arguments import Arguments
 from torch_paged.ops.fused_linear.configs import (
     NUM_COUNTERS,
@@ -19,6 +18,7 @@ from torch_paged.ops.fused_linear.configs import (
     num_processors,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
+from torch_paged.ops.fused_linear.prefetch import Ahead, Followers, plan_ahead
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
@@ -40,10 +40,12 @@ def start_gemv(
     arguments: Arguments,
     max_tokens: int = 8,
     release_late: bool = False,
+    followers: Followers = (),
 ) -> None:
     """Launch the GEMV kernel; a program takes up to `max_tokens` rows of x.
 
-    `release_late`: the next kernel may start when x is complete, not before.
+    `release_late`: the next kernel may start when x is complete, not before; `followers` are what
+    of its weights is asked for in L2 meanwhile.
     """
     pointers, numbers, constants = arguments
     tokens = min(triton.next_power_of_2(num_tokens), max_tokens)
@@ -53,10 +55,13 @@ def start_gemv(
     ahead = _ahead(
         grid[0], block, config.warps, config.registers, arguments, constants["K"], pointers[0]
     )
+    unused = [(pointers[0], 0)] * 3
     kernel = _gemv_kernel[grid](
         *pointers,
         *numbers,
         ahead.wave,
+        *(tensor for tensor, _ in [*followers, *unused][:3]),
+        *(num_bytes for _, num_bytes in [*followers, *unused][:3]),
         **constants,
         TOKENS=tokens,
         ROWS=config.rows,
@@ -68,6 +73,7 @@ def start_gemv(
         EVEN_T=num_tokens % tokens == 0,
         RELEASE_LATE=release_late,
         WAVES=ahead.waves,
+        FOLLOWERS=len(followers) if constants["PDL"] else 0,
         num_warps=config.warps,
         num_stages=1,
         maxnreg=config.registers,

@@ -8,7 +8,6 @@ weights waits in registers for the previous kernel to end and is added last.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.ahead import prefetch_ahead
 from torch_paged.ops.fused_linear.parts import (
     add_updates,
     finish,
@@ -19,6 +18,7 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     merge_splits,
 )
+from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
