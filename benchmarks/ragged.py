@@ -147,7 +147,7 @@ def latency(engine: torch_paged.Engine, work: list[Work], streams: int) -> dict[
 def response(
     engine: torch_paged.Engine, count: int, length: int, vocab_size: int, seed: int
 ) -> float:
-    """Return the mean seconds until one of `count` requests of one length, made at once, has ended.
+    """Return the mean seconds until one of `count` equal requests, made at once, has ended.
 
     The prompts depend on the seed: of those seen before the engine still has the blocks.
     """
