@@ -16,8 +16,9 @@ from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
 MAX_KERNEL_ROWS = 256
 
-# Up to this many every shape has a kernel that takes in all of its neighbours. Between the two a
-# kernel that leaves the norm outside may be quicker, or torch ops are.
+# Up to this many every shape has a kernel, and a step is one plan in which linears take in all of
+# their neighbours: before a kernel that leaves the norm outside the op launches it. Between the two
+# torch ops may be quicker than any kernel.
 ALWAYS_KERNEL_ROWS = 64
 
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
@@ -139,7 +140,11 @@ def device_key(device: torch.device) -> tuple[int, int]:
 def choose_config(
     key: tuple[int, int], problem: Problem, dtype: torch.dtype, can_split: bool
 ) -> Config:
-    """Return the configuration for a problem; `Composed`: torch ops."""
+    """Return the configuration for a problem; `Composed`: torch ops.
+
+    Whether the tile copies serve its tensors is left open: `without_copies` is for where they do
+    not.
+    """
     if problem.num_tokens > MAX_KERNEL_ROWS:
         return Composed()
     always = problem.num_tokens <= ALWAYS_KERNEL_ROWS
@@ -158,8 +163,18 @@ def choose_config(
         return config
     config = config._replace(splits=1)
     if not _reaches(config, problem):
-        config = _tile_gemm_rule(key, problem)._replace(splits=1)
+        config = _tile_gemm_rule(key, problem)._replace(splits=1) if always else Composed()
     return config
+
+
+def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:
+    """Return the configuration where the wide kernel was chosen and `tma_serves` refuses."""
+    if problem.num_tokens > ALWAYS_KERNEL_ROWS:
+        return Composed()
+    config = _rule(key, problem)
+    if can_split or isinstance(config, GemvConfig):
+        return config
+    return config._replace(splits=1)
 
 
 def folds(
@@ -243,7 +258,9 @@ def _config(entry: tuple[Any, ...]) -> Config:
 
 def _reaches(config: Config, problem: Problem) -> bool:
     """Say whether a configuration found for one in_features works at that of `problem`."""
-    if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
+    if not isinstance(config, TileGemmConfig | WideGemmConfig):
+        return True
+    if config.block_k < ONE_TILE_BLOCK_K:
         return True
     return problem.in_features <= config.block_k * config.splits
 
@@ -264,7 +281,9 @@ def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     return GemvConfig(rows, chunks, max(k_warps, 4), k_warps, registers)
 
 
-def _rule(key: tuple[int, int], problem: Problem) -> Config:
+def _rule(
+    key: tuple[int, int], problem: Problem
+) -> GemvConfig | SmallGemmConfig | TileGemmConfig:
     if problem.num_tokens <= 2:
         return _gemv_rule(key, problem, 8)
     if problem.num_tokens <= 16:

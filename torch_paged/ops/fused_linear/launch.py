@@ -20,6 +20,7 @@ from torch_paged.ops.fused_linear.configs import (
     choose_config,
     device_key,
     tma_serves,
+    without_copies,
 )
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.shrink import launch_shrink
@@ -59,10 +60,11 @@ def _launch_fused_linear(
     if not x.numel() or not num_rows:
         config = Composed()
     elif config is None:
-        config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
+        key, can_split = device_key(x.device), counters is not None
+        config = choose_config(key, problem, x.dtype, can_split)
         if isinstance(config, WideGemmConfig):
             served = num_rows <= MAX_FEATURES and tma_serves((x, *weights))
-            config = config if served else Composed()
+            config = config if served else without_copies(key, problem, can_split)
     if isinstance(config, Composed):
         return fused_linear_reference(
             x,

@@ -136,6 +136,8 @@ def start_wide_gemm(
     slot = rows * tokens * (2 if constants["GATED"] else 1)
     splits, *scratch = _split_scratch(splits, num_blocks * num_tiles, slot, counters, pointers[-1])
     share = block_k * triton.cdiv(in_features, block_k * splits)
+    # Of one tile all: the second weight of a gated pair arrives while the first is waited for.
+    ahead = share * size if share == block_k else _PREFETCH_BYTES
     _wide_gemm_kernel[(splits, num_tiles, num_blocks)](
         _descriptor(x, tokens, block_k),
         *(_descriptor(weight, rows, block_k) for weight in weights),
@@ -151,7 +153,7 @@ def start_wide_gemm(
         # Of a share of fewer rows the update's product would not run on tensor cores.
         SHARE=max(rows // triton.next_power_of_2(splits), 16),
         STAGES=config.stages,
-        PREFETCH=min(_PREFETCH_BYTES, min(share, in_features) * size // 16 * 16),
+        PREFETCH=min(ahead, min(share, in_features) * size // 16 * 16),
         UPCAST=INTERPRETED,
         TOGETHER=_run_together(splits * num_tiles * num_blocks, x.device),
         num_warps=config.warps,

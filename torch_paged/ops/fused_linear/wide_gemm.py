@@ -1,10 +1,12 @@
-"""`fused_linear` without its norm for 65 rows and more, on Hopper: both operands come by TMA.
+"""`fused_linear` without its norm on Hopper, most of all for many rows: operands come by TMA.
 
 The tensor cores read the tiles of x and of the weights where the copies put them, so no element
 passes through a register. The descriptors fill what lies beyond a matrix with zeros: no load has a
 mask. Each program reads all of its rows of x from L2, hence many output features a program. With
 more rows than TOKENS the programs of one weight tile are neighbours in the grid, and all but the
-first find it in L2. Until the previous kernel ends a program asks for its first weights in L2.
+first find it in L2. Until the previous kernel ends a program asks for its first weights in L2. One
+whose weights are a single tile (few rows of x leave room for that) has all of them in shared memory
+by then: nothing before it writes them.
 
 With SPLITS > 1 programs share out in_features and hand over their sums. Where the whole grid fits
 the device, a multiprocessor to each program, they wait for each other and each finishes a share of
@@ -41,6 +43,14 @@ def _prefetch_rows(row_ptrs, wanted, PREFETCH: tl.constexpr, ROWS: tl.constexpr)
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _multiply(w, x, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        w = w.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(w, tl.trans(x), acc)
 
 
 @triton.jit
@@ -275,32 +285,39 @@ def _wide_gemm_kernel(
     first_row = block * ROWS
     first_k = split * (TILES * BLOCK_K)
     rows = first_row + tl.arange(0, ROWS)[:, None]
+    AHEAD: tl.constexpr = TILES == 1
     if PREFETCH and PDL:
         SIZE: tl.constexpr = w0_ptr.dtype.element_ty.primitive_bitwidth // 8
         wanted = (rows < n) & (first_k + PREFETCH // SIZE <= K) & (first_token == 0)
         offsets = rows.to(tl.int64) * VEC
-        _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
+        # The first of two tiles that come ahead is waited for before the second is asked for.
+        if not AHEAD:
+            _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
         if GATED:
             _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
-    if PDL:
-        gdc_wait()
-
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = acc
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        k = first_k + tile * BLOCK_K
-        w = w_desc.load([first_row, k])
-        x = x_desc.load([first_token, k])
-        if UPCAST:
-            w = w.to(tl.float32)
-            x = x.to(tl.float32)
-        acc = tl.dot(w, tl.trans(x), acc)
+    if AHEAD:
+        w = w_desc.load([first_row, first_k])
         if GATED:
-            up = w1_desc.load([first_row, k])
-            if UPCAST:
-                up = up.to(tl.float32)
-            acc_up = tl.dot(up, tl.trans(x), acc_up)
+            up = w1_desc.load([first_row, first_k])
+        if PDL:
+            gdc_wait()
+        x = x_desc.load([first_token, first_k])
+        acc = _multiply(w, x, acc, UPCAST)
+        if GATED:
+            acc_up = _multiply(up, x, acc_up, UPCAST)
+    else:
+        if PDL:
+            gdc_wait()
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            k = first_k + tile * BLOCK_K
+            w = w_desc.load([first_row, k])
+            x = x_desc.load([first_token, k])
+            acc = _multiply(w, x, acc, UPCAST)
+            if GATED:
+                acc_up = _multiply(w1_desc.load([first_row, k]), x, acc_up, UPCAST)
 
     if SPLITS == 1:
         _finish_rows(
