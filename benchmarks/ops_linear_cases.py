@@ -254,6 +254,9 @@ def _few_rows_wide_candidates(layer: Layer, num_tokens: int, streams: int) -> li
     best = sorted(best, key=ranked.index)[:3]
     found: list[Config] = list(best)
     found += [c for c in ranked if c[:4] == best[0][:4]][1:2]
+    share = -(-layer.in_features // best[0].splits)
+    # As much in L2 ahead as the 256 rows of other tiles ask for.
+    found.append(best[0]._replace(prefetch=min(2 * share, (128 << 10) // best[0].rows)))
     for index, config in enumerate(best[:2]):
         stage = stage_bytes(config.rows * streams, config.tokens, 128)
         # Half a multiprocessor leaves the rest to the next kernel's programs.

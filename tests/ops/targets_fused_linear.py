@@ -181,6 +181,7 @@ def _wide_gemm(
     hot: bool = True,
     **constants: object,
 ) -> Target:
+    """A share of in_features that is one tile is read ahead, all of it asked for in L2 at most."""
     rows, tokens, block_k, warps, splits, stages = config
     num_weights = constants.get("NUM_WEIGHTS", 1)
     weight = f"tensordesc<half[{rows}, {block_k}]>"
@@ -203,10 +204,10 @@ def _wide_gemm(
             "ROWS": rows,
             "BLOCK_K": block_k,
             "SPLITS": splits,
-            "SHARE": rows // splits,
+            "SHARE": max(rows // (1 << (splits - 1).bit_length()), 16),
             "STAGES": stages,
             "TOGETHER": True,
-            "PREFETCH": 512,
+            "PREFETCH": 2 * block_k if stages == 1 else 512,
             "VEC": 8,
             "UPCAST": False,
             **constants,
@@ -293,6 +294,15 @@ TARGETS = [
     _wide_gemm("gated-4096-256", (64, 256, 64, 8, 1, 4), 4096, **_PLAIN_GATED),
     _wide_gemm("head-4096", (256, 128, 64, 8, 1, 4), 4096),
     _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, **_LORA_WIDE),
+    _wide_gemm("qkv-1024-16", (64, 16, 64, 4, 1, 6), 1024, NUM_WEIGHTS=3),
+    _wide_gemm("qkv-1024-32", (64, 32, 128, 4, 2, 4), 1024, NUM_WEIGHTS=3, PREFETCH=1024),
+    _wide_gemm("down-14336-32", (256, 32, 64, 8, 7, 5), 14336, **_DOWN),
+    _wide_gemm("gated-4096-32", (128, 32, 64, 8, 1, 5), 4096, **_PLAIN_GATED),
+    _wide_gemm("qkv-1024-32-ahead", (64, 32, 512, 4, 2, 1), 1024, NUM_WEIGHTS=3),
+    _wide_gemm("gated-1024-32-ahead", (64, 32, 512, 4, 2, 1), 1024, **_PLAIN_GATED),
+    _wide_gemm("down-3072-64-ahead", (128, 64, 512, 8, 6, 1), 3072, **_DOWN),
+    _wide_gemm("o-2048-16-ahead", (64, 16, 256, 4, 8, 1), 2048, **_DOWN),
+    _wide_gemm("lora-qkv-32-ahead", (64, 32, 512, 4, 2, 1), 1024, **_LORA_WIDE),
     _wide_gemm("odd", (64, 128, 64, 8, 2, 3), 575, NUM_WEIGHTS=3, **_BIASES, VEC=1),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

@@ -281,9 +281,7 @@ def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     return GemvConfig(rows, chunks, max(k_warps, 4), k_warps, registers)
 
 
-def _rule(
-    key: tuple[int, int], problem: Problem
-) -> GemvConfig | SmallGemmConfig | TileGemmConfig:
+def _rule(key: tuple[int, int], problem: Problem) -> GemvConfig | SmallGemmConfig | TileGemmConfig:
     if problem.num_tokens <= 2:
         return _gemv_rule(key, problem, 8)
     if problem.num_tokens <= 16:

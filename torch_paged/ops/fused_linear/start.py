@@ -25,9 +25,6 @@ from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton
 
-# Bytes of a row of weights that a wide program asks for before it waits: 128 KiB of 256 rows.
-_PREFETCH_BYTES = 512
-
 
 def start_gemv(
     config: GemvConfig,
@@ -137,7 +134,7 @@ def start_wide_gemm(
     splits, *scratch = _split_scratch(splits, num_blocks * num_tiles, slot, counters, pointers[-1])
     share = block_k * triton.cdiv(in_features, block_k * splits)
     # Of one tile all: the second weight of a gated pair arrives while the first is waited for.
-    ahead = share * size if share == block_k else _PREFETCH_BYTES
+    ahead = share * size if share == block_k else config.prefetch
     _wide_gemm_kernel[(splits, num_tiles, num_blocks)](
         _descriptor(x, tokens, block_k),
         *(_descriptor(weight, rows, block_k) for weight in weights),
