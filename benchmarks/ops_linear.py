@@ -9,8 +9,8 @@ other (qkv, attention over 200 tokens, o, gate and up, down, then the head), eac
 one before wrote; its bytes count keys and values too. Where a layer's kernel leaves the norm to a
 kernel of its own, both are one time.
 `--sweep` also times the candidate configurations and writes table.py with the best ones, to $OUT
-when that is set and over the checked-in one otherwise. `--kinds` leaves out all candidates but those
-of some kinds and the one that the table names.
+when that is set and over the checked-in one otherwise. `--kinds` leaves only the candidates of
+these kinds and the one that the table names.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.wide_config import (
     SHARED_BYTES,
-    WideGemmConfig,
+    AheadGemmConfig,
     ranked_configs,
     stage_bytes,
 )
@@ -139,7 +139,7 @@ def candidates(layer: Layer, num_tokens: int, kinds: Collection[str] = ()) -> li
         found += _one_tile_candidates(layer, num_tokens, streams)
     if 8 < num_tokens <= ALWAYS_KERNEL_ROWS:
         found += _few_rows_wide_candidates(layer, num_tokens, streams)
-        found += _one_tile_wide_candidates(layer, num_tokens, streams)
+        found += _ahead_candidates(layer, num_tokens, streams)
     return [c for c in dict.fromkeys(found) if not kinds or c == found[0] or is_one_of(c, kinds)]
 
 
@@ -269,8 +269,8 @@ def _few_rows_wide_candidates(layer: Layer, num_tokens: int, streams: int) -> li
     return found
 
 
-def _one_tile_wide_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
-    """Return those whose weights are all on their way before the kernel before them ends."""
+def _ahead_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    """Return those whose weights fit the multiprocessors, one or two programs to each."""
     found: list[Config] = []
     tokens = max(token_bucket(num_tokens), 16)
     for rows, block_k in itertools.product((64, 128), (256, 512, 1024)):
@@ -279,10 +279,11 @@ def _one_tile_wide_candidates(layer: Layer, num_tokens: int, streams: int) -> li
         programs = -(-layer.num_rows // (streams * rows)) * splits
         shared = stage_bytes(rows * streams, tokens, block_k)
         wave = -(-programs // NUM_PROCESSORS)
-        if waste > 0.15 or splits > 16 or not 40 <= programs or wave > 2:
+        if waste > 0.15 or splits > 16 or programs < 40 or wave * shared > SHARED_BYTES:
             continue
-        if wave * shared <= SHARED_BYTES:
-            found.append(WideGemmConfig(rows, tokens, block_k, 4 if rows == 64 else 8, splits, 1))
+        # A norm holds the tile of x in registers.
+        many = rows == 128 or (layer.norm and tokens * block_k > 128 * 64)
+        found.append(AheadGemmConfig(rows, block_k, 8 if many else 4, splits))
     return found
 
 

@@ -10,15 +10,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_paged.ops.fused_linear.table import TABLE
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig, ranked_configs
+from torch_paged.ops.fused_linear.wide_config import (
+    AheadGemmConfig,
+    WideGemmConfig,
+    ranked_configs,
+)
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
 MAX_KERNEL_ROWS = 256
 
-# Up to this many every shape has a kernel, and a step is one plan in which linears take in all of
-# their neighbours: before a kernel that leaves the norm outside the op launches it. Between the two
-# torch ops may be quicker than any kernel.
+# Up to this many every shape has a kernel, and a step is one plan whose linears take in all of
+# their neighbours; where the kernel leaves the norm outside, the op launches that before it. Past
+# them torch ops may be quicker.
 ALWAYS_KERNEL_ROWS = 64
 
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
@@ -88,8 +92,17 @@ class Composed(NamedTuple):
 
 
 Config = (
-    GemvConfig | SmallGemmConfig | TileGemmConfig | PlainTileGemmConfig | WideGemmConfig | Composed
+    GemvConfig
+    | SmallGemmConfig
+    | TileGemmConfig
+    | PlainTileGemmConfig
+    | AheadGemmConfig
+    | WideGemmConfig
+    | Composed
 )
+
+# Kernels that take only what `tma_serves`.
+CopyConfig = AheadGemmConfig | WideGemmConfig
 
 # Kernels before which a norm is a kernel of its own.
 NormOutside = PlainTileGemmConfig | WideGemmConfig
@@ -99,6 +112,7 @@ KINDS: dict[str, type[Config]] = {
     "small_gemm": SmallGemmConfig,
     "tile_gemm": TileGemmConfig,
     "plain_tile_gemm": PlainTileGemmConfig,
+    "ahead_gemm": AheadGemmConfig,
     "wide_gemm": WideGemmConfig,
     "torch": Composed,
 }
@@ -163,12 +177,12 @@ def choose_config(
         return config
     config = config._replace(splits=1)
     if not _reaches(config, problem):
-        config = _tile_gemm_rule(key, problem)._replace(splits=1) if always else Composed()
+        config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
 
 
 def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:
-    """Return the configuration where the wide kernel was chosen and `tma_serves` refuses."""
+    """Return the configuration where a `CopyConfig` was chosen and `tma_serves` refuses."""
     if problem.num_tokens > ALWAYS_KERNEL_ROWS:
         return Composed()
     config = _rule(key, problem)
@@ -258,9 +272,11 @@ def _config(entry: tuple[Any, ...]) -> Config:
 
 def _reaches(config: Config, problem: Problem) -> bool:
     """Say whether a configuration found for one in_features works at that of `problem`."""
-    if not isinstance(config, TileGemmConfig | WideGemmConfig):
-        return True
-    if config.block_k < ONE_TILE_BLOCK_K:
+    if isinstance(config, AheadGemmConfig):
+        # Where the sums of so many rows are split there are counters for them.
+        counted = config.splits == 1 or 2 * problem.num_rows <= config.rows * NUM_COUNTERS
+        return counted and problem.in_features <= config.block_k * config.splits
+    if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
         return True
     return problem.in_features <= config.block_k * config.splits
 

@@ -11,6 +11,7 @@ from torch_paged.ops.fused_linear.arguments import kernel_arguments, with_update
 from torch_paged.ops.fused_linear.configs import (
     Composed,
     Config,
+    CopyConfig,
     GemvConfig,
     NormOutside,
     PlainTileGemmConfig,
@@ -24,12 +25,17 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.shrink import launch_shrink
-from torch_paged.ops.fused_linear.start import start_gemm, start_gemv, start_wide_gemm
-from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, WideGemmConfig
+from torch_paged.ops.fused_linear.start import (
+    start_ahead_gemm,
+    start_gemm,
+    start_gemv,
+    start_wide_gemm,
+)
+from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.rms_norm import _launch_rms_norm
 
 # Kernels that multiply while the first half of an update runs. The GEMV gains more by starting
-# before that half, while its predecessor runs; what the wide kernel copies only its wait orders.
+# before that half, while its predecessor runs; what the tile copies read only a wait orders.
 _OVERLAPPING = (SmallGemmConfig, TileGemmConfig, PlainTileGemmConfig)
 
 
@@ -62,7 +68,7 @@ def _launch_fused_linear(
     elif config is None:
         key, can_split = device_key(x.device), counters is not None
         config = choose_config(key, problem, x.dtype, can_split)
-        if isinstance(config, WideGemmConfig):
+        if isinstance(config, CopyConfig):
             served = num_rows <= MAX_FEATURES and tma_serves((x, *weights))
             config = config if served else without_copies(key, problem, can_split)
     if isinstance(config, Composed):
@@ -111,6 +117,8 @@ def _launch_fused_linear(
     sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
     if isinstance(config, GemvConfig):
         start_gemv(config, num_tokens, sizes, arguments)
+    elif isinstance(config, AheadGemmConfig):
+        start_ahead_gemm(config, x, weights, sizes, arguments, counters)
     elif isinstance(config, WideGemmConfig):
         start_wide_gemm(config, x, weights, sizes, arguments, counters)
     else:

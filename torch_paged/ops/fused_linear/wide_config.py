@@ -26,10 +26,8 @@ _MEETING = 1500
 class WideGemmConfig(NamedTuple):
     """Hopper's tensor cores: tiles of `rows` output features x `tokens` rows of x, no norm inside.
 
-    `stages` tiles of `block_k` elements of both are in flight. Where `block_k` x `splits` covers
-    in_features there is one tile, and all of a program's weights are in shared memory before the
-    kernel waits for its predecessor. Of several tiles it asks by then for the first `prefetch`
-    bytes of each row of weights, in L2: 128 KiB of 256 rows.
+    `stages` tiles of `block_k` elements of both are in flight. Before it waits for its predecessor
+    the kernel asks for the first `prefetch` bytes of each row of weights in L2.
     """
 
     rows: int
@@ -39,6 +37,19 @@ class WideGemmConfig(NamedTuple):
     splits: int
     stages: int
     prefetch: int = 512
+
+
+class AheadGemmConfig(NamedTuple):
+    """Hopper's tensor cores: one tile of `rows` output features x `block_k` elements a program.
+
+    `block_k` x `splits` covers in_features: all weights are in shared memory before the kernel
+    waits for its predecessor.
+    """
+
+    rows: int
+    block_k: int
+    warps: int
+    splits: int
 
 
 def stage_bytes(rows: int, tokens: int, block_k: int) -> int:
