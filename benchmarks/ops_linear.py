@@ -1,6 +1,7 @@
 """fused_linear at the layers of three models, against the read ceiling and cuBLAS.
 
-    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,...,128,256] [--sweep]
+    python -m benchmarks.ops_linear [--models 0.6b,1b,8b] [--tokens 1,2,4,...,128,256]
+        [--sweep [--kinds wide_gemm,...]]
 
 Every time is the median of CUDA graph replays. A graph runs one launch per weight over enough
 distinct weights that each comes from memory. `chain` runs a model's layers as they follow each
@@ -8,7 +9,8 @@ other (qkv, attention over 200 tokens, o, gate and up, down, then the head), eac
 one before wrote; its bytes count keys and values too. Where a layer's kernel leaves the norm to a
 kernel of its own, both are one time.
 `--sweep` also times the candidate configurations and writes table.py with the best ones, to $OUT
-when that is set and over the checked-in one otherwise.
+when that is set and over the checked-in one otherwise. `--kinds` leaves only the candidates of
+these kinds and the one that the table names.
 """
 
 from __future__ import annotations
@@ -273,7 +275,7 @@ def write_table(entries: dict[table.Shape, table.Entry]) -> Path:
 
 
 def run_model(
-    name: str, token_counts: list[int], sweep: bool, ceiling: float
+    name: str, token_counts: list[int], sweep: bool, kinds: Sequence[str], ceiling: float
 ) -> tuple[list[dict[str, Any]], dict[table.Shape, table.Entry]]:
     """Time the layers and the chain of a model; return rows and, from a sweep, table entries."""
     model = MODELS[name]
@@ -285,7 +287,9 @@ def run_model(
         count = max(-(-COLD_BYTES // layer.nbytes), model.num_layers)
         sets[layer.name] = [layer.weights() for _ in range(1 if layer is model.head else count)]
         for num_tokens in token_counts:
-            tried = candidates(layer, num_tokens) if sweep else [chosen(layer, num_tokens)]
+            tried = [chosen(layer, num_tokens)]
+            if sweep:
+                tried = candidates(layer, num_tokens, kinds)
             timed = time_layer(layer, num_tokens, sets[layer.name], tried)
             ranked[num_tokens][layer.name] = [config for _, config in timed]
             cublas = time_cublas(layer, num_tokens, sets[layer.name])
@@ -321,7 +325,11 @@ def main() -> None:
     parser.add_argument("--models", default="0.6b,1b,8b")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--kinds", default="", help="with --sweep: try these kinds only")
     arguments = parser.parse_args()
+    kinds = [kind for kind in arguments.kinds.split(",") if kind]
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"--kinds must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
     names = arguments.models.split(",")
     token_counts = [int(n) for n in arguments.tokens.split(",")]
     begin = time.time()
@@ -330,7 +338,7 @@ def main() -> None:
         for name in names
         for layer in (*MODELS[name].layers, MODELS[name].head)
         for n in token_counts
-        for config in (candidates(layer, n) if arguments.sweep else [chosen(layer, n)])
+        for config in (candidates(layer, n, kinds) if arguments.sweep else [chosen(layer, n)])
     ]
     compile_all(jobs)
     print(f"{len(jobs)} configurations compiled in {time.time() - begin:.0f} s", flush=True)
@@ -338,7 +346,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     entries: dict[table.Shape, table.Entry] = {}
     for name in names:
-        more, found = run_model(name, token_counts, arguments.sweep, ceiling)
+        more, found = run_model(name, token_counts, arguments.sweep, kinds, ceiling)
         rows += more
         entries |= found
         torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from benchmarks.timing import default_device
 from torch_paged.ops.fused_linear import NUM_COUNTERS
 from torch_paged.ops.fused_linear.configs import (
     ALWAYS_KERNEL_ROWS,
+    KINDS,
     Composed,
     Config,
     GemvConfig,
@@ -25,6 +27,7 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.wide_config import (
     SHARED_BYTES,
+    AheadGemmConfig,
     ranked_configs,
     stage_bytes,
 )
@@ -117,8 +120,11 @@ def chosen(layer: Layer, num_tokens: int) -> Config:
     return choose_config(device_key(torch.device("cuda", 0)), problem, BF16, True)
 
 
-def candidates(layer: Layer, num_tokens: int) -> list[Config]:
-    """Return the configurations worth timing for a layer, the chosen one among them."""
+def candidates(layer: Layer, num_tokens: int, kinds: Collection[str] = ()) -> list[Config]:
+    """Return the configurations worth timing for a layer, the chosen one first.
+
+    `kinds`: of these kinds only, besides the chosen one.
+    """
     streams = 2 if layer.gated else 1
     found = [chosen(layer, num_tokens)]
     if num_tokens <= 2:
@@ -131,7 +137,14 @@ def candidates(layer: Layer, num_tokens: int) -> list[Config]:
     elif num_tokens > 2:
         found += _tile_gemm_candidates(layer, num_tokens, streams)
         found += _one_tile_candidates(layer, num_tokens, streams)
-    return list(dict.fromkeys(found))
+    if 8 < num_tokens <= ALWAYS_KERNEL_ROWS:
+        found += _few_rows_wide_candidates(layer, num_tokens, streams)
+        found += _ahead_candidates(layer, num_tokens, streams)
+    return [c for c in dict.fromkeys(found) if not kinds or c == found[0] or is_one_of(c, kinds)]
+
+
+def is_one_of(config: Config, kinds: Collection[str]) -> bool:
+    return isinstance(config, tuple(KINDS[kind] for kind in kinds))
 
 
 def _gemv_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
@@ -229,6 +242,48 @@ def _wide_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config
             found.append(config._replace(stages=SHARED_BYTES // 2 // stage))
         if config.stages >= 6 and layer.in_features >= 512 * config.splits:
             found.append(config._replace(block_k=128, stages=config.stages // 2))
+    return found
+
+
+def _few_rows_wide_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    """Return the three tiles that should be the quickest, two of them in further forms."""
+    ranked = ranked_configs(
+        NUM_PROCESSORS, num_tokens, layer.num_rows, layer.in_features, layer.gated
+    )
+    best = list({(c.rows, c.tokens): c for c in reversed(ranked)}.values())
+    best = sorted(best, key=ranked.index)[:3]
+    found: list[Config] = list(best)
+    found += [c for c in ranked if c[:4] == best[0][:4]][1:2]
+    share = -(-layer.in_features // best[0].splits)
+    # As much in L2 ahead as the 256 rows of other tiles ask for.
+    found.append(best[0]._replace(prefetch=min(2 * share, (128 << 10) // best[0].rows)))
+    for index, config in enumerate(best[:2]):
+        stage = stage_bytes(config.rows * streams, config.tokens, 128)
+        # Half a multiprocessor leaves the rest to the next kernel's programs.
+        stages = max(SHARED_BYTES // 2 // stage, min(SHARED_BYTES // stage, 3))
+        deep = config._replace(block_k=128, stages=min(stages, 6))
+        if deep.stages >= 2 and layer.in_features >= 512 * config.splits:
+            found.append(deep)
+            if index == 0 and config.rows == 64:
+                found.append(deep._replace(warps=8))
+    return found
+
+
+def _ahead_candidates(layer: Layer, num_tokens: int, streams: int) -> list[Config]:
+    """Return those whose weights fit the multiprocessors, one or two programs to each."""
+    found: list[Config] = []
+    tokens = max(token_bucket(num_tokens), 16)
+    for rows, block_k in itertools.product((64, 128), (256, 512, 1024)):
+        splits = -(-layer.in_features // block_k)
+        waste = splits * block_k / layer.in_features - 1
+        programs = -(-layer.num_rows // (streams * rows)) * splits
+        shared = stage_bytes(rows * streams, tokens, block_k)
+        wave = -(-programs // NUM_PROCESSORS)
+        if waste > 0.15 or splits > 16 or programs < 40 or wave * shared > SHARED_BYTES:
+            continue
+        # A norm holds the tile of x in registers.
+        many = rows == 128 or (layer.norm and tokens * block_k > 128 * 64)
+        found.append(AheadGemmConfig(rows, block_k, 8 if many else 4, splits))
     return found
 
 

@@ -28,7 +28,7 @@ from torch_paged.ops.fused_linear.configs import (
     TileGemmConfig,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
+from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
 from torch_paged.ops.lora_expand import lora_expand_
 from torch_paged.ops.lora_shrink import lora_shrink
@@ -341,6 +341,18 @@ if DEVICE == "cpu" or torch.cuda.get_device_capability() == (9, 0):
     _add("wide_gemm-split", _linear, _WIDE_SPLIT, 65, [33, 70, 5], 520, extra=8)
     _add("wide_gemm-gated", _linear, _WIDE, 70, [72, 72], 520, gated=True, extra=8)
     _add("wide_gemm-gated-split", _linear, _WIDE_SPLIT, 130, [40, 40], 520, gated=True, extra=8)
+    _WIDE_FEW = WideGemmConfig(rows=64, tokens=32, block_k=64, warps=4, splits=2, stages=4)
+    _add("wide_gemm-16", _linear, _WIDE_FEW._replace(tokens=16), 11, [33, 70, 5], 520, extra=8)
+    _add("wide_gemm-32", _linear, _WIDE_FEW, 27, [33, 70, 5], 520, extra=8)
+    # 520 in one tile of 1024, in two of 512 and in three of 256.
+    _AHEAD = AheadGemmConfig(rows=64, block_k=1024, warps=8, splits=1)
+    _AHEAD_TWO = AheadGemmConfig(rows=64, block_k=512, warps=8, splits=2)
+    _AHEAD_THREE = AheadGemmConfig(rows=128, block_k=256, warps=8, splits=3)
+    _add("ahead_gemm", _linear, _AHEAD, 27, [33, 70, 5], 520, extra=8)
+    _add("ahead_gemm-fp16", _linear, _AHEAD, 9, [33, 5], 520, extra=8, dtype=torch.float16)
+    _add("ahead_gemm-bare", _linear, _AHEAD_TWO, 64, [100], 573, extra=3, norm="")
+    _add("ahead_gemm-gated", _linear, _AHEAD_TWO, 32, [72, 72], 520, gated=True, extra=8)
+    _add("ahead_gemm-lora", _linear, _AHEAD_THREE, 17, [130, 5], 520, extra=8, ranks=(16, 5))
     _add("wide_gemm-lora", _linear, _WIDE, 130, [33, 70, 5], 520, extra=8, ranks=(16, 0, 5))
 # Other code reads a tile, or none does, which changes how it is buffered.
 for _norm in ("plain", ""):

@@ -47,7 +47,7 @@ _DOWN = {"HAS_RESIDUAL": True}
 _LORA = {"RANK0": 16, "MAX_RANK": 16, "AFTER_SHRINK": True}
 _LORA_TWO = {**_LORA, "RANK1": 16}
 _LORA_THREE = {**_LORA_TWO, "RANK2": 16}
-_LORA_WIDE = {**_LORA_THREE, "NUM_WEIGHTS": 3, "AFTER_SHRINK": False}
+_LORA_WIDE = {**_LORA_THREE, "AFTER_SHRINK": False}
 _LORA_LARGE = {"RANK0": 256, "RANK1": 256, "RANK2": 256, "MAX_RANK": 256}
 _ODD = {"EVEN_K": False, "EVEN_N": False, "VEC": 1}
 
@@ -208,7 +208,7 @@ def _wide_gemm(
             "ROWS": rows,
             "BLOCK_K": block_k,
             "SPLITS": splits,
-            "SHARE": rows // splits,
+            "SHARE": max(rows // (1 << (splits - 1).bit_length()), 16),
             "STAGES": stages,
             "TOGETHER": True,
             "PREFETCH": 512,
@@ -221,6 +221,22 @@ def _wide_gemm(
         hot=hot,
         capabilities=(90,),
     )
+
+
+def _ahead_gemm(
+    label: str,
+    config: tuple[int, int, int, int],
+    in_features: int,
+    num_tokens: int,
+    **constants: object,
+) -> Target:
+    rows, block_k, warps, splits = config
+    wide = _wide_gemm(
+        label, (rows, num_tokens, block_k, warps, splits, 1), in_features, **constants
+    )
+    constants = {**wide.constants, "PREFETCH": 2 * block_k}
+    del constants["STAGES"]
+    return replace(wide, kernel="fused_linear.ahead_gemm:_ahead_gemm_kernel", constants=constants)
 
 
 def _expand(label: str, capabilities: tuple[int, ...], precision: str, rank: int) -> Target:
@@ -297,7 +313,18 @@ TARGETS = [
     _wide_gemm("down-14336-large", (256, 128, 64, 8, 8, 4), 14336, **_DOWN),
     _wide_gemm("gated-4096-256", (64, 256, 64, 8, 1, 4), 4096, **_PLAIN_GATED),
     _wide_gemm("head-4096", (256, 128, 64, 8, 1, 4), 4096),
-    _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, **_LORA_WIDE),
+    _wide_gemm("lora-qkv", (128, 128, 64, 8, 1, 6), 4096, NUM_WEIGHTS=3, **_LORA_WIDE),
+    _wide_gemm("qkv-1024-16", (64, 16, 64, 4, 1, 6), 1024, NUM_WEIGHTS=3),
+    _wide_gemm("qkv-1024-32", (64, 32, 128, 4, 2, 4), 1024, NUM_WEIGHTS=3, PREFETCH=1024),
+    _wide_gemm("down-14336-32", (256, 32, 64, 8, 7, 5), 14336, **_DOWN),
+    _wide_gemm("gated-4096-32", (128, 32, 64, 8, 1, 5), 4096, **_PLAIN_GATED),
+    _ahead_gemm("qkv-1024-32", (64, 512, 4, 2), 1024, 32, **_QKV),
+    _ahead_gemm("gated-1024-32", (64, 512, 8, 2), 1024, 32, **_GATED),
+    _ahead_gemm("qkv-2048-64", (128, 512, 8, 4), 2048, 64, **_QKV_BIASED),
+    _ahead_gemm("down-3072-64", (128, 512, 8, 6), 3072, 64, **_DOWN),
+    _ahead_gemm("o-2048-16", (64, 256, 4, 8), 2048, 16, **_DOWN),
+    _ahead_gemm("lora-qkv-32", (64, 512, 4, 2), 1024, 32, **_QKV, **_LORA_WIDE),
+    _ahead_gemm("odd", (64, 512, 4, 2), 575, 32, **_QKV_BIASED, VEC=1),
     _wide_gemm("odd", (64, 128, 64, 8, 2, 3), 575, NUM_WEIGHTS=3, **_BIASES, VEC=1),
     _tile_gemm("odd", (16, 32, 4, 1, 3), 575, 16, hot=False, **_QKV_BIASED, **_ODD),
 ]

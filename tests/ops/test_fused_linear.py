@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_paged.ops.fused_linear import (
     ALWAYS_KERNEL_ROWS,
     NUM_COUNTERS,
+    configs,
     fused_linear,
     fused_linear_reference,
     launch,
@@ -22,7 +23,7 @@ from torch_paged.ops.fused_linear.configs import (
     SmallGemmConfig,
     TileGemmConfig,
 )
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
+from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.glu import ACTIVATIONS, activation_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,6 +37,9 @@ PLAIN_TILE = PlainTileGemmConfig(rows=16, block_k=32, warps=4, splits=2, stages=
 # The tensor cores of Hopper take 64 output features at least.
 WIDE = WideGemmConfig(rows=64, tokens=16, block_k=64, warps=4, splits=1, stages=2)
 WIDE_SPLIT = WideGemmConfig(rows=64, tokens=32, block_k=64, warps=4, splits=2, stages=2)
+# A program's weights are one tile, there before the wait.
+AHEAD = AheadGemmConfig(rows=64, block_k=256, warps=4, splits=1)
+AHEAD_SPLIT = AheadGemmConfig(rows=64, block_k=64, warps=4, splits=8)
 
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability()[0] >= 9
 needs_tma = pytest.mark.skipif(not TMA, reason="needs the tile copies of Hopper")
@@ -52,9 +56,11 @@ KERNELS = [
     pytest.param(torch.bfloat16, PLAIN_TILE, id="plain_tile-bf16"),
     pytest.param(torch.float16, WIDE, id="wide-fp16", marks=needs_tma),
     pytest.param(torch.bfloat16, WIDE_SPLIT, id="wide_split-bf16", marks=needs_tma),
+    pytest.param(torch.float16, AHEAD, id="ahead-fp16", marks=needs_tma),
+    pytest.param(torch.bfloat16, AHEAD_SPLIT, id="ahead_split-bf16", marks=needs_tma),
 ]
 # The tile copies cannot read rows that start off 16 bytes.
-ANY_ALIGNMENT = KERNELS[:-2]
+ANY_ALIGNMENT = KERNELS[:-4]
 SOME_KERNELS = [KERNELS[0], KERNELS[4], KERNELS[7], KERNELS[10]]
 HALF_KERNELS = [
     pytest.param(GEMV, id="gemv"),
@@ -333,10 +339,20 @@ def test_many_rows_match_with_one_tile_and_with_several(
 
 @needs_tma
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 65])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 33, 65])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(WIDE, id="16"),
+        pytest.param(WIDE._replace(splits=3), id="16-split"),
+        pytest.param(WIDE._replace(tokens=32, warps=8, splits=2), id="32-split"),
+        pytest.param(WIDE._replace(tokens=64, block_k=128, splits=1), id="64"),
+        pytest.param(AHEAD, id="ahead"),
+        pytest.param(AHEAD._replace(block_k=128, splits=2), id="ahead-split"),
+    ],
+)
 def test_wide_tiles_cover_any_number_of_rows_and_never_what_lies_between_them(
-    splits: int, num_tokens: int, gated: bool
+    config: Config, num_tokens: int, gated: bool
 ) -> None:
     """Around x and the weights everything is NaN, and no size is a multiple of the tile's."""
     dtype = torch.bfloat16
@@ -347,7 +363,6 @@ def test_wide_tiles_cover_any_number_of_rows_and_never_what_lies_between_them(
     width = 70 if gated else 138
     residual = at_16_bytes(randn(num_tokens, width, dtype=dtype))
     options = {"activation": "silu", "gated": True} if gated else {}
-    config = WIDE._replace(splits=splits)
     check(config, x, weights, biases, residual=residual, **options)
 
 
@@ -363,7 +378,7 @@ def test_programs_wait_for_each_other_only_where_each_has_a_multiprocessor(
 
 
 @pytest.mark.parametrize(("first", "wide"), [(0, True), (4, False), (8, True)])
-def test_rows_off_16_bytes_are_left_to_torch(
+def test_many_rows_off_16_bytes_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, first: int, wide: bool
 ) -> None:
     launched = []
@@ -377,6 +392,53 @@ def test_rows_off_16_bytes_are_left_to_torch(
         if not wide:
             assert torch.equal(out, F.linear(one, other))
     assert len(launched) == (2 if wide else 0)
+
+
+@pytest.mark.parametrize("with_counters", [False, True])
+@pytest.mark.parametrize("num_tokens", [9, 24, 64])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(("wide_gemm", 64, 32, 64, 4, 2, 3), id="wide"),
+        pytest.param(("ahead_gemm", 64, 1024, 8, 1), id="ahead"),
+    ],
+)
+def test_few_rows_off_16_bytes_take_a_kernel_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+    entry: tuple[str | int, ...],
+    num_tokens: int,
+    with_counters: bool,
+) -> None:
+    """Though the table names one of tile copies, before which the norm may be left outside."""
+    bucket = configs.token_bucket(num_tokens)
+    monkeypatch.setattr(configs, "TABLE", {(90, 132): {(bucket, 40, 576, False): entry}})
+    monkeypatch.setattr(launch, "device_key", lambda device: (90, 132))
+    configs._measured.cache_clear()
+    copies = configs.KINDS[entry[0]]
+    started: list[object] = []
+    for name in ("start_wide_gemm", "start_ahead_gemm", "start_gemm"):
+        start_kernel = getattr(launch, name)
+
+        def recorded(config: Config, *args: object, start_kernel: object = start_kernel) -> None:
+            started.append(config)
+            start_kernel(config, *args)
+
+        monkeypatch.setattr(launch, name, recorded)
+    x = randn(num_tokens, 576, dtype=torch.bfloat16)
+    (wide,) = make_weights([40], 584, x.dtype)
+    gain = randn(576, dtype=x.dtype)
+    counters = make_counters() if with_counters else None
+    options = {"norm": True, "eps": 1e-5}
+    for first, kinds in ((8, copies), (4, SmallGemmConfig | TileGemmConfig)):
+        weight = wide[:, first : first + 576]
+        out = launch._launch_fused_linear(x, [weight], [], gain, **options, counters=counters)
+        assert isinstance(started[-1], kinds)
+        assert with_counters or started[-1].splits == 1
+        want = oracle(x, [weight], None, gain, **options)
+        low = fused_linear_reference(x, [weight.contiguous()], [], gain, **options)
+        rounding = torch.finfo(x.dtype).eps / 2 * want.abs().max()
+        assert (out - want).abs().max() <= 2 * ((low - want).abs().max() + rounding)
+    configs._measured.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

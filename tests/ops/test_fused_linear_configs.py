@@ -24,7 +24,9 @@ from torch_paged.ops.fused_linear.configs import (
 )
 from torch_paged.ops.fused_linear.table import TABLE
 from torch_paged.ops.fused_linear.wide_config import (
+    AheadGemmConfig,
     WideGemmConfig,
+    ranked_configs,
     stage_bytes,
 )
 
@@ -35,7 +37,7 @@ ENTRIES = [(key, shape, entry) for key, t in TABLE.items() for shape, entry in t
 def assert_valid(config: object, problem: Problem) -> None:
     assert not isinstance(config, Composed)
     fields = config._asdict().items()
-    sizes = [v for k, v in fields if k not in ("registers", "stages", "splits")]
+    sizes = [v for k, v in fields if k not in ("registers", "stages", "splits", "prefetch")]
     assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
     if isinstance(config, GemvConfig):
         assert config.k_warps <= config.warps <= 16
@@ -43,7 +45,13 @@ def assert_valid(config: object, problem: Problem) -> None:
         assert config.rows >= 8
         # A thread's share of the sums, in registers.
         assert config.rows * max(problem.num_tokens, 8) * (1 + problem.gated) <= 96 * 32
+    elif isinstance(config, AheadGemmConfig):
+        rows, tokens = config.rows * (1 + problem.gated), token_bucket(problem.num_tokens)
+        assert 64 <= config.rows and problem.num_tokens <= ALWAYS_KERNEL_ROWS
+        assert problem.in_features <= config.block_k * config.splits
+        assert stage_bytes(rows, max(tokens, 16), config.block_k) <= 224 << 10
     elif isinstance(config, WideGemmConfig):
+        assert 0 < config.prefetch <= 2048 and config.prefetch % 16 == 0
         rows = config.rows * (1 + problem.gated)
         # The tensor cores take 64 rows, the copies boxes of 256 and whole lines of 128 bytes.
         assert 64 <= config.rows <= 256 and config.tokens <= 256 and config.block_k % 64 == 0
@@ -186,6 +194,93 @@ def test_tile_copies_need_rows_at_multiples_of_16_bytes() -> None:
     assert not tma_serves([torch.zeros(4, 63, dtype=torch.bfloat16)])
     assert not tma_serves([matrix[:1].expand(4, 64)])
     assert not tma_serves([matrix[:0]])
+
+
+PROBLEMS = [
+    Problem(num_tokens, num_rows, in_features, gated)
+    for num_tokens in (9, 16, 17, 32, 33, 64, 65, 128, 256)
+    for num_rows, in_features in ((1024, 3072), (6144, 1024), (28672, 4096), (48, 80))
+    for gated in (False, True)
+]
+
+
+def test_wide_tiles_hold_at_most_twice_the_rows_of_x_and_past_64_none_below_64() -> None:
+    for problem in PROBLEMS:
+        ranked = ranked_configs(132, *problem)
+        few = problem.num_tokens <= ALWAYS_KERNEL_ROWS
+        assert ranked and len(set(ranked)) == len(ranked)
+        for config in ranked:
+            assert_valid(config, problem)
+            assert config.tokens < 2 * max(problem.num_tokens, 16 if few else 64)
+            assert config.warps == 8 if not few or config.rows > 64 else config.warps in (4, 8)
+            # Weights are read from memory once, and from L2 once more at most.
+            assert config.tokens >= (problem.num_tokens / 2 if few else 64)
+
+
+@pytest.mark.parametrize(
+    ("problem", "first", "length"),
+    [
+        ((70, 6144, 4096, False), [(256, 128, 64, 8, 4, 4), (256, 128, 64, 8, 8, 4)], 48),
+        ((128, 6144, 1024, True), [(64, 64, 64, 8, 1, 6), (64, 128, 64, 8, 2, 6)], 16),
+        ((100, 1024, 3072, False), [(64, 128, 64, 8, 6, 6), (64, 128, 64, 8, 8, 6)], 48),
+    ],
+    ids=["qkv-8b", "gate_up-0.6b", "down-0.6b"],
+)
+def test_the_ranking_for_many_rows_is_that_of_the_measured_model(
+    problem: tuple[int, int, int, bool], first: list[tuple[int, ...]], length: int
+) -> None:
+    ranked = ranked_configs(132, *problem)
+    assert [config[:6] for config in ranked[:2]] == first and len(ranked) == length
+
+
+WIDE = ("wide_gemm", 64, 32, 64, 4, 4, 6)
+AHEAD = ("ahead_gemm", 64, 512, 8, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 16, 32, 64])
+@pytest.mark.parametrize(("entry", "want"), [(WIDE, "epilogue"), (AHEAD, "all")])
+def test_a_table_may_name_a_kernel_of_tile_copies_for_few_rows(
+    monkeypatch: pytest.MonkeyPatch, entry: tuple[str | int, ...], want: str, num_tokens: int
+) -> None:
+    problem = Problem(num_tokens, 4096, 1024, False)
+    shape = (token_bucket(num_tokens), 4096, 1024, False)
+    monkeypatch.setattr(configs, "TABLE", {H200: {shape: entry}})
+    monkeypatch.setattr(configs, "device_key", lambda device: H200)
+    configs._measured.cache_clear()
+    config = choose_config(H200, problem, torch.bfloat16, True)
+    assert config == KINDS[entry[0]](*entry[1:])
+    device = torch.device("cuda", 0)
+    assert folds(device, torch.bfloat16, num_tokens, (4096, 1024), False) == want
+    # Elsewhere, and for shapes that no neighbour was measured for, the rule holds.
+    assert isinstance(choose_config(H200, problem, torch.float32, True), GemvConfig)
+    usual = SmallGemmConfig if num_tokens <= 16 else TileGemmConfig
+    assert isinstance(choose_config((80, 108), problem, torch.bfloat16, True), usual)
+    far = Problem(num_tokens, 64, 262144, False)
+    assert isinstance(choose_config(H200, far, torch.bfloat16, True), usual)
+    whole = choose_config(H200, problem, torch.bfloat16, False)
+    assert whole.splits == 1
+    assert isinstance(whole, WideGemmConfig if entry is WIDE else TileGemmConfig)
+    for can_split in (False, True):
+        config = configs.without_copies(H200, problem, can_split)
+        assert isinstance(config, usual) and (can_split or config.splits == 1)
+
+
+def test_one_tile_of_weights_is_left_to_shapes_that_it_covers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = {(32, 4096, 1024, False): AHEAD, (32, 4096, 1280, False): WIDE}
+    monkeypatch.setattr(configs, "TABLE", {H200: entries})
+    for problem, kind in (
+        (Problem(32, 4608, 1024, False), AheadGemmConfig),
+        (Problem(32, 4096, 1000, False), AheadGemmConfig),
+        (Problem(32, 4096, 1088, False), WideGemmConfig),
+    ):
+        configs._measured.cache_clear()
+        assert isinstance(choose_config(H200, problem, torch.bfloat16, True), kind)
+
+
+def test_past_64_rows_what_tile_copies_cannot_read_is_left_to_torch() -> None:
+    assert configs.without_copies(H200, Problem(65, 4096, 1024, False), True) == Composed()
 
 
 X = torch.zeros(2, 16)

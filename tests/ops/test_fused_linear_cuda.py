@@ -14,7 +14,7 @@ from torch_paged.ops.fused_linear import (
 )
 from torch_paged.ops.fused_linear.configs import TileGemmConfig
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
+from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,10 +113,112 @@ def test_configurations_for_many_rows_match_float64(
     assert (outs[0] - want).abs().max() <= 2 * ((low - want).abs().max() + rounding)
 
 
-@pytest.mark.skipif(
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs Hopper",
 )
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(WideGemmConfig(64, 16, 64, 4, 3, 6), id="wide-64x16"),
+        pytest.param(WideGemmConfig(64, 32, 128, 8, 2, 4, 1024), id="wide-64x32"),
+        pytest.param(WideGemmConfig(128, 32, 64, 8, 1, 5), id="wide-128x32"),
+        pytest.param(WideGemmConfig(64, 64, 64, 4, 4, 6, 2048), id="wide-64x64"),
+        # As many splits as in_features take.
+        pytest.param(AheadGemmConfig(64, 256, 4, 16), id="ahead-64x256"),
+        pytest.param(AheadGemmConfig(64, 512, 8, 8), id="ahead-64x512"),
+        pytest.param(AheadGemmConfig(128, 256, 8, 16), id="ahead-128x256"),
+    ],
+)
+@pytest.mark.parametrize(("sizes", "in_features", "gated"), [*SHAPES[:4], SHAPES[5]])
+def test_tile_copies_of_few_rows_match_float64_and_repeat_to_the_bit(
+    sizes: tuple[int, ...],
+    in_features: int,
+    gated: bool,
+    config: WideGemmConfig | AheadGemmConfig,
+    dtype: torch.dtype,
+    num_tokens: int,
+) -> None:
+    """With the norm, in the kernel or before it."""
+    x, weights, options = make_call(sizes, in_features, gated, num_tokens, dtype)
+    gain = options.pop("norm_weight")
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+    outs = [
+        _launch_fused_linear(x, weights, [], gain, **options, counters=counters, config=config)
+        for _ in range(3)
+    ]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert not counters.any()
+    low = fused_linear_reference(x, weights, [], gain, **options)
+    h = x.double()
+    h = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+    residual = options.pop("residual").double()
+    options = {"activation": options["activation"], "gated": gated, "residual": residual}
+    want = fused_linear_reference(h, [w.double() for w in weights], [], **options)
+    rounding = torch.finfo(dtype).eps / 2 * want.abs().max()
+    assert (outs[0] - want).abs().max() <= 2 * ((low - want).abs().max() + rounding)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [17, 32, 64])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(["ahead"], id="ahead"),
+        pytest.param(["wide"], id="wide"),
+        pytest.param(["ahead", "wide", "tile"], id="mixed"),
+    ],
+)
+def test_a_captured_chain_of_tile_copies_keeps_its_order(
+    kinds: list[str], num_tokens: int
+) -> None:
+    """Weights are read ahead of predecessors, x and the residual are not."""
+    width = 1024
+    configs = {
+        "ahead": [AheadGemmConfig(64, 512, 8, 2), AheadGemmConfig(64, 256, 4, 4)],
+        "wide": [WideGemmConfig(64, 32, 64, 4, 4, 6, 512), WideGemmConfig(64, 64, 64, 4, 1, 6)],
+        "tile": [TileGemmConfig(64, 64, 4, 4, 4)],
+    }
+    chosen = [config for kind in kinds for config in configs[kind]]
+    scale = width**-0.5
+    weights = [(scale * torch.randn(width, width, device="cuda")).bfloat16() for _ in range(8)]
+    start = torch.randn(num_tokens, width, device="cuda").bfloat16()
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")
+
+    def chain(synchronize: bool) -> Tensor:
+        x = start
+        for index in range(48):
+            x = _launch_fused_linear(
+                x,
+                [weights[index % 8]],
+                [],
+                norm=index % 3 > 0,
+                eps=1e-6,
+                residual=x if index % 2 else None,
+                counters=counters,
+                config=chosen[index % len(chosen)],
+            )
+            if synchronize:
+                torch.cuda.synchronize()
+        return x
+
+    want = chain(synchronize=True)
+    assert want.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(synchronize=False)
+    for _ in range(10):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+@needs_hopper
 @pytest.mark.parametrize("num_tokens", [65, 100, 128, 129, 256])
 @pytest.mark.parametrize(
     "config",

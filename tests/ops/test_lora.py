@@ -27,7 +27,7 @@ from torch_paged.ops.fused_linear.shrink import (
     choose_shrink_config,
     launch_shrink,
 )
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
+from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.glu import activation_reference
 from torch_paged.ops.lora_shrink import lora_shrink
 
@@ -39,6 +39,7 @@ SPLIT = SmallGemmConfig(rows=8, chunks=1, warps=2, splits=2)
 TILE_GEMM = TileGemmConfig(rows=16, block_k=32, warps=4, splits=1, stages=2)
 TILE_SPLIT = TileGemmConfig(rows=16, block_k=16, warps=4, splits=2, stages=2)
 WIDE = WideGemmConfig(rows=64, tokens=16, block_k=64, warps=4, splits=1, stages=2)
+AHEAD = AheadGemmConfig(rows=64, block_k=128, warps=4, splits=2)
 
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability()[0] >= 9
 needs_tma = pytest.mark.skipif(not TMA, reason="needs the tile copies of Hopper")
@@ -52,6 +53,7 @@ KERNELS = [
     pytest.param(torch.bfloat16, TILE_SPLIT, id="tile_split-bf16"),
     pytest.param(torch.bfloat16, WIDE, id="wide-bf16", marks=needs_tma),
     pytest.param(torch.float16, WIDE._replace(splits=2), id="wide_split-fp16", marks=needs_tma),
+    pytest.param(torch.bfloat16, AHEAD, id="ahead-bf16", marks=needs_tma),
 ]
 
 

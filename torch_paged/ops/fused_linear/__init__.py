@@ -10,7 +10,8 @@
 
 At few rows this is bound by the reading of the weights, and the kernels are built around that:
 `gemv.py` for a row or two and for float32, `small_gemm.py` for up to 16 rows or so, `tile_gemm.py`
-for more; `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows it is `wide_gemm.py` on Hopper, with
+for more, on Hopper `ahead_gemm.py` or `wide_gemm.py` too where they were measured to be quicker;
+`configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows it is `wide_gemm.py` on Hopper, with
 the norm in a kernel of its own, and elsewhere a kernel only for shapes that were measured to win;
 past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU). The z_i are a kernel of
 their own before it, `shrink.py`, beside which it already multiplies by the weights.

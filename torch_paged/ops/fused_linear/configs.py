@@ -10,14 +10,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_paged.ops.fused_linear.table import TABLE
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig, ranked_configs
+from torch_paged.ops.fused_linear.wide_config import (
+    AheadGemmConfig,
+    WideGemmConfig,
+    ranked_configs,
+)
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
 # Past this many rows the op composes torch ops: cuBLAS is at least as quick there.
 MAX_KERNEL_ROWS = 256
 
-# Up to this many every shape has a kernel that takes in all of its neighbours. Between the two a
-# kernel that leaves the norm outside may be quicker, or torch ops are.
+# Up to this many every shape has a kernel, and a step is one plan whose linears take in all of
+# their neighbours; where the kernel leaves the norm outside, the op launches that before it. Past
+# them torch ops may be quicker.
 ALWAYS_KERNEL_ROWS = 64
 
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
@@ -87,8 +92,17 @@ class Composed(NamedTuple):
 
 
 Config = (
-    GemvConfig | SmallGemmConfig | TileGemmConfig | PlainTileGemmConfig | WideGemmConfig | Composed
+    GemvConfig
+    | SmallGemmConfig
+    | TileGemmConfig
+    | PlainTileGemmConfig
+    | AheadGemmConfig
+    | WideGemmConfig
+    | Composed
 )
+
+# Kernels that take only what `tma_serves`.
+CopyConfig = AheadGemmConfig | WideGemmConfig
 
 # Kernels before which a norm is a kernel of its own.
 NormOutside = PlainTileGemmConfig | WideGemmConfig
@@ -98,6 +112,7 @@ KINDS: dict[str, type[Config]] = {
     "small_gemm": SmallGemmConfig,
     "tile_gemm": TileGemmConfig,
     "plain_tile_gemm": PlainTileGemmConfig,
+    "ahead_gemm": AheadGemmConfig,
     "wide_gemm": WideGemmConfig,
     "torch": Composed,
 }
@@ -139,7 +154,11 @@ def device_key(device: torch.device) -> tuple[int, int]:
 def choose_config(
     key: tuple[int, int], problem: Problem, dtype: torch.dtype, can_split: bool
 ) -> Config:
-    """Return the configuration for a problem; `Composed`: torch ops."""
+    """Return the configuration for a problem; `Composed`: torch ops.
+
+    Whether the tile copies serve its tensors is left open: `without_copies` is for where they do
+    not.
+    """
     if problem.num_tokens > MAX_KERNEL_ROWS:
         return Composed()
     always = problem.num_tokens <= ALWAYS_KERNEL_ROWS
@@ -160,6 +179,16 @@ def choose_config(
     if not _reaches(config, problem):
         config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
+
+
+def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:
+    """Return the configuration where a `CopyConfig` was chosen and `tma_serves` refuses."""
+    if problem.num_tokens > ALWAYS_KERNEL_ROWS:
+        return Composed()
+    config = _rule(key, problem)
+    if can_split or isinstance(config, GemvConfig):
+        return config
+    return config._replace(splits=1)
 
 
 def folds(
@@ -243,6 +272,10 @@ def _config(entry: tuple[Any, ...]) -> Config:
 
 def _reaches(config: Config, problem: Problem) -> bool:
     """Say whether a configuration found for one in_features works at that of `problem`."""
+    if isinstance(config, AheadGemmConfig):
+        # Where the sums of so many rows are split there are counters for them.
+        counted = config.splits == 1 or 2 * problem.num_rows <= config.rows * NUM_COUNTERS
+        return counted and problem.in_features <= config.block_k * config.splits
     if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
         return True
     return problem.in_features <= config.block_k * config.splits
@@ -264,7 +297,7 @@ def _gemv_rule(key: tuple[int, int], problem: Problem, vec: int) -> GemvConfig:
     return GemvConfig(rows, chunks, max(k_warps, 4), k_warps, registers)
 
 
-def _rule(key: tuple[int, int], problem: Problem) -> Config:
+def _rule(key: tuple[int, int], problem: Problem) -> GemvConfig | SmallGemmConfig | TileGemmConfig:
     if problem.num_tokens <= 2:
         return _gemv_rule(key, problem, 8)
     if problem.num_tokens <= 16:

@@ -11,6 +11,7 @@ from torch_paged.ops.fused_linear.arguments import kernel_arguments, with_update
 from torch_paged.ops.fused_linear.configs import (
     Composed,
     Config,
+    CopyConfig,
     GemvConfig,
     NormOutside,
     PlainTileGemmConfig,
@@ -20,16 +21,22 @@ from torch_paged.ops.fused_linear.configs import (
     choose_config,
     device_key,
     tma_serves,
+    without_copies,
 )
 from torch_paged.ops.fused_linear.prefetch import followers
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.shrink import launch_shrink
-from torch_paged.ops.fused_linear.start import start_gemm, start_gemv, start_wide_gemm
-from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, WideGemmConfig
+from torch_paged.ops.fused_linear.start import (
+    start_ahead_gemm,
+    start_gemm,
+    start_gemv,
+    start_wide_gemm,
+)
+from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.rms_norm import _launch_rms_norm
 
 # Kernels that multiply while the first half of an update runs. The GEMV gains more by starting
-# before that half, while its predecessor runs; what the wide kernel copies only its wait orders.
+# before that half, while its predecessor runs; what the tile copies read only a wait orders.
 _OVERLAPPING = (SmallGemmConfig, TileGemmConfig, PlainTileGemmConfig)
 
 
@@ -60,10 +67,11 @@ def _launch_fused_linear(
     if not x.numel() or not num_rows:
         config = Composed()
     elif config is None:
-        config = choose_config(device_key(x.device), problem, x.dtype, counters is not None)
-        if isinstance(config, WideGemmConfig):
+        key, can_split = device_key(x.device), counters is not None
+        config = choose_config(key, problem, x.dtype, can_split)
+        if isinstance(config, CopyConfig):
             served = num_rows <= MAX_FEATURES and tma_serves((x, *weights))
-            config = config if served else Composed()
+            config = config if served else without_copies(key, problem, can_split)
     if isinstance(config, Composed):
         return fused_linear_reference(
             x,
@@ -111,6 +119,8 @@ def _launch_fused_linear(
     sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
     if isinstance(config, GemvConfig):
         start_gemv(config, num_tokens, sizes, arguments)
+    elif isinstance(config, AheadGemmConfig):
+        start_ahead_gemm(config, x, weights, sizes, arguments, counters)
     elif isinstance(config, WideGemmConfig):
         start_wide_gemm(config, x, weights, sizes, arguments, counters)
     else:

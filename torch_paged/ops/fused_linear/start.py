@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged.ops.fused_linear.ahead_gemm import _ahead_gemm_kernel
 from torch_paged.ops.fused_linear.arguments import Arguments
 from torch_paged.ops.fused_linear.configs import (
     NUM_COUNTERS,
@@ -21,16 +22,13 @@ from torch_paged.ops.fused_linear.gemv import _gemv_kernel
 from torch_paged.ops.fused_linear.prefetch import Ahead, Followers, plan_ahead
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
-from torch_paged.ops.fused_linear.wide_config import WideGemmConfig
+from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton
 
 # Of a thread of the tile kernel, roughly: its launch sets no bound.
 _TILE_REGISTERS = 128
-
-# Bytes of a row of weights that a wide program asks for before it waits: 128 KiB of 256 rows.
-_PREFETCH_BYTES = 512
 
 
 def start_gemv(
@@ -196,9 +194,48 @@ def start_wide_gemm(
         # Of a share of fewer rows the update's product would not run on tensor cores.
         SHARE=max(rows // triton.next_power_of_2(splits), 16),
         STAGES=config.stages,
-        PREFETCH=min(_PREFETCH_BYTES, min(share, in_features) * size // 16 * 16),
+        PREFETCH=min(config.prefetch, min(share, in_features) * size // 16 * 16),
         UPCAST=INTERPRETED,
         TOGETHER=_run_together(splits * num_tiles * num_blocks, x.device),
+        num_warps=config.warps,
+        num_stages=1,
+    )
+
+
+def start_ahead_gemm(
+    config: AheadGemmConfig,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sizes: Sequence[int],
+    arguments: Arguments,
+    counters: Tensor | None,
+) -> None:
+    pointers, numbers, constants = arguments
+    rows, block_k = config.rows, config.block_k
+    in_features, size = constants["K"], x.element_size()
+    tokens = max(triton.next_power_of_2(x.shape[0]), 16)
+    num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
+    wanted = triton.cdiv(in_features, block_k)
+    slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
+    splits, *scratch = _split_scratch(wanted, num_blocks, slot, counters, pointers[-1])
+    assert splits == wanted, f"{config} splits {in_features} elements: it needs counters"
+    _ahead_gemm_kernel[(splits, num_blocks)](
+        _descriptor(x, tokens, block_k),
+        *(_descriptor(weight, rows, block_k) for weight in weights),
+        *(None for _ in range(3 - len(weights))),
+        *pointers,
+        *scratch,
+        *numbers,
+        **constants,
+        TOKENS=tokens,
+        ROWS=rows,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        # Of a share of fewer rows the update's product would not run on tensor cores.
+        SHARE=max(rows // triton.next_power_of_2(splits), 16),
+        PREFETCH=min(block_k, in_features) * size // 16 * 16,
+        UPCAST=INTERPRETED,
+        TOGETHER=_run_together(splits * num_blocks, x.device),
         num_warps=config.warps,
         num_stages=1,
     )
@@ -221,4 +258,4 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, [num_rows, width], [stride, 1], [rows, columns])
 
 
-__all__ = ["start_gemm", "start_gemv", "start_wide_gemm"]
+__all__ = ["start_ahead_gemm", "start_gemm", "start_gemv", "start_wide_gemm"]

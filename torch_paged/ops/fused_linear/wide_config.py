@@ -8,6 +8,9 @@ from typing import NamedTuple
 # Shared memory that the tiles in flight of a multiprocessor's programs may take.
 SHARED_BYTES = 200 << 10
 
+# Up to so many rows tiles of 16 and 32 are tried, and programs of one warpgroup.
+FEW_ROWS = 64
+
 # Offsets within a tile of the output are of 32 bits.
 MAX_FEATURES = 1 << 22
 
@@ -23,7 +26,8 @@ _MEETING = 1500
 class WideGemmConfig(NamedTuple):
     """Hopper's tensor cores: tiles of `rows` output features x `tokens` rows of x, no norm inside.
 
-    `stages` tiles of `block_k` elements of both are in flight.
+    `stages` tiles of `block_k` elements of both are in flight. Before it waits for its predecessor
+    the kernel asks for the first `prefetch` bytes of each row of weights in L2.
     """
 
     rows: int
@@ -32,6 +36,20 @@ class WideGemmConfig(NamedTuple):
     warps: int
     splits: int
     stages: int
+    prefetch: int = 512
+
+
+class AheadGemmConfig(NamedTuple):
+    """Hopper's tensor cores: one tile of `rows` output features x `block_k` elements a program.
+
+    `block_k` x `splits` covers in_features: all weights are in shared memory before the kernel
+    waits for its predecessor.
+    """
+
+    rows: int
+    block_k: int
+    warps: int
+    splits: int
 
 
 def stage_bytes(rows: int, tokens: int, block_k: int) -> int:
@@ -47,9 +65,13 @@ def ranked_configs(
     features = -(-num_rows // streams)
     steps = -(-in_features // 64)
     ranked: list[tuple[float, WideGemmConfig]] = []
-    for rows, tokens, splits in itertools.product((64, 128, 256), (64, 128, 256), range(1, 9)):
+    few = num_tokens <= FEW_ROWS
+    token_tiles = (16, 32, 64) if few else (64, 128, 256)
+    for rows, tokens, splits in itertools.product((64, 128, 256), token_tiles, range(1, 9)):
         rows_read = rows * streams
-        if rows_read > 256 or rows_read * tokens > 256 * 128 or tokens >= 2 * max(num_tokens, 64):
+        if rows_read > 256 or rows_read * tokens > 256 * 128:
+            continue
+        if tokens >= 2 * max(num_tokens, token_tiles[0]) or (few and num_tokens > 2 * tokens):
             continue
         if splits > 1 and steps < 4 * splits:
             continue
@@ -63,5 +85,7 @@ def ranked_configs(
             # Sums are written and read once.
             time += _MEETING + 2 * 4 * rows_read * tokens / _PROCESSOR_RATE
         stages = min(SHARED_BYTES // stage_bytes(rows_read, tokens, 64), 6)
-        ranked.append((time, WideGemmConfig(rows, tokens, 64, 8, splits, stages)))
+        # Of a small tile two warpgroups would have little each.
+        for warps in (4, 8) if few and rows == 64 else (8,):
+            ranked.append((time, WideGemmConfig(rows, tokens, 64, warps, splits, stages)))
     return [config for _, config in sorted(ranked)]

@@ -1,4 +1,4 @@
-"""`fused_linear` without its norm for 65 rows and more, on Hopper: both operands come by TMA.
+"""`fused_linear` without its norm on Hopper, above all from 65 rows on: operands come by TMA.
 
 The tensor cores read the tiles of x and of the weights where the copies put them, so no element
 passes through a register. The descriptors fill what lies beyond a matrix with zeros: no load has a
@@ -14,161 +14,14 @@ to arrive finishes all.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import (
-    add_updates,
-    finish,
-    load_bias,
-    load_residual,
-    locate,
+from torch_paged.ops.fused_linear.parts import locate
+from torch_paged.ops.fused_linear.wide_parts import (
+    finish_rows,
+    hand_over,
+    prefetch_rows,
+    sum_of_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
-
-
-@triton.jit
-def _prefetch_rows(row_ptrs, wanted, PREFETCH: tl.constexpr, ROWS: tl.constexpr):
-    """Ask for the first PREFETCH bytes of rows [ROWS, 1] in L2: hints that nothing waits for."""
-    # A piece for each of 256 threads; two with the same piece would both ask for it.
-    PIECES: tl.constexpr = 256 // ROWS if PREFETCH * ROWS >= 256 * 16 else 1
-    NBYTES: tl.constexpr = PREFETCH // PIECES // 16 * 16
-    address = row_ptrs.to(tl.int64, bitcast=True) + tl.arange(0, PIECES)[None, :] * NBYTES
-    wanted = tl.broadcast_to(wanted, [ROWS, PIECES]).to(tl.int32)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [address, wanted, tl.full([ROWS, PIECES], NBYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _hand_over(
-    acc,
-    acc_up,
-    slot_ptr,
-    counter_ptr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GATED: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Store a split's sums; TOGETHER: wait for those of all. Return how many had arrived."""
-    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    tl.store(slot_ptr + offsets, acc)
-    if GATED:
-        tl.store(slot_ptr + ROWS * TOKENS + offsets, acc_up)
-    # All stores of the program come before the release by its one atomic.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1
-    if TOGETHER:
-        while arrived < SPLITS:
-            arrived = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
-    return arrived
-
-
-@triton.jit
-def _sum_of_splits(
-    ptr, SLOT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Add up some rows of all slots in the order of the splits, whoever does it."""
-    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    y = tl.load(ptr + offsets, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        y += tl.load(ptr + split * SLOT + offsets, cache_modifier=".cg")
-    return y
-
-
-@triton.jit
-def _finish_rows(
-    y,
-    y_up,
-    block_id,
-    rows,
-    first_token,
-    b_ptr,
-    b1_ptr,
-    residual_ptr,
-    u0_ptr,
-    u1_ptr,
-    u2_ptr,
-    lora_x_ptr,
-    out_ptr,
-    num_tokens,
-    n,
-    n0,
-    n1,
-    column,
-    width,
-    has_bias,
-    stride_residual,
-    scale0,
-    scale1,
-    scale2,
-    NUM_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_BIAS1: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    RANK0: tl.constexpr,
-    RANK1: tl.constexpr,
-    RANK2: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Add low-rank updates to the sums of `rows` and write what follows them."""
-    if MAX_RANK:
-        WIDTH: tl.constexpr = RANK0 + RANK1 + RANK2
-        y, y_up = add_updates(
-            y,
-            y_up,
-            block_id,
-            u0_ptr,
-            u1_ptr,
-            u2_ptr,
-            scale0,
-            scale1,
-            scale2,
-            lora_x_ptr + first_token * WIDTH,
-            rows,
-            n,
-            num_tokens - first_token,
-            n0,
-            n1,
-            RANK0,
-            RANK1,
-            RANK2,
-            MAX_RANK,
-            NUM_WEIGHTS,
-            GATED,
-            ROWS,
-            TOKENS,
-            True,
-        )
-    r_token = tl.arange(0, TOKENS)[None, :]
-    tokens = first_token + r_token
-    mask = (tokens < num_tokens) & (rows < n)
-    columns = column + rows
-    # Offsets within a tile fit 32 bits (`MAX_FEATURES`), and such keep the sums in registers.
-    tile_ptr = out_ptr + first_token.to(tl.int64) * width + column
-    finish(
-        y,
-        y_up,
-        load_bias(b_ptr, rows, n, has_bias, HAS_BIAS),
-        load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1),
-        load_residual(residual_ptr, stride_residual, tokens, columns, mask, HAS_RESIDUAL),
-        tile_ptr + (r_token * width + rows),
-        mask,
-        HAS_BIAS,
-        GATED and HAS_BIAS1,
-        HAS_RESIDUAL,
-        ACTIVATION,
-        GATED,
-    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_tokens"])
@@ -279,9 +132,9 @@ def _wide_gemm_kernel(
         SIZE: tl.constexpr = w0_ptr.dtype.element_ty.primitive_bitwidth // 8
         wanted = (rows < n) & (first_k + PREFETCH // SIZE <= K) & (first_token == 0)
         offsets = rows.to(tl.int64) * VEC
-        _prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
+        prefetch_rows(w_ptr + offsets * stride_w + first_k, wanted, PREFETCH, ROWS)
         if GATED:
-            _prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
+            prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
     if PDL:
         gdc_wait()
@@ -303,7 +156,7 @@ def _wide_gemm_kernel(
             acc_up = tl.dot(up, tl.trans(x), acc_up)
 
     if SPLITS == 1:
-        _finish_rows(
+        finish_rows(
             acc,
             acc_up,
             block_id,
@@ -346,7 +199,7 @@ def _wide_gemm_kernel(
         sum_id = block_id * tl.num_programs(1) + tl.program_id(1)
         sum_ptr = partials_ptr + sum_id.to(tl.int64) * (SLOT * SPLITS)
         counter_ptr = counters_ptr + sum_id
-        arrived = _hand_over(
+        arrived = hand_over(
             acc, acc_up, sum_ptr + split * SLOT, counter_ptr, SPLITS, ROWS, TOKENS, GATED, TOGETHER
         )
         first = split
@@ -355,11 +208,11 @@ def _wide_gemm_kernel(
             first = tl.where(arrived == SPLITS, 0, ROWS // SHARE)
         for share in range(first, ROWS // SHARE, STEP):
             share_ptr = sum_ptr + share * (SHARE * TOKENS)
-            y = _sum_of_splits(share_ptr, SLOT, SPLITS, SHARE, TOKENS)
+            y = sum_of_splits(share_ptr, SLOT, SPLITS, SHARE, TOKENS)
             y_up = y
             if GATED:
-                y_up = _sum_of_splits(share_ptr + ROWS * TOKENS, SLOT, SPLITS, SHARE, TOKENS)
-            _finish_rows(
+                y_up = sum_of_splits(share_ptr + ROWS * TOKENS, SLOT, SPLITS, SHARE, TOKENS)
+            finish_rows(
                 y,
                 y_up,
                 block_id,
