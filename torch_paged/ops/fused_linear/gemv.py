@@ -23,7 +23,7 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     locate_update,
 )
-from torch_paged.ops.fused_linear.prefetch import prefetch_ahead, prefetch_followers
+from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -88,12 +88,6 @@ def _gemv_kernel(
     scale1,
     scale2,
     wave,
-    next0_ptr,
-    next1_ptr,
-    next2_ptr,
-    next_bytes0,
-    next_bytes1,
-    next_bytes2,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -120,7 +114,6 @@ def _gemv_kernel(
     AFTER_SHRINK: tl.constexpr,
     RELEASE_LATE: tl.constexpr,
     WAVES: tl.constexpr,
-    FOLLOWERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * gain[k] * x[t, k])."""
@@ -205,19 +198,6 @@ def _gemv_kernel(
         u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
         if GATED:
             u_up = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
-    if FOLLOWERS and PDL:
-        prefetch_followers(
-            tl.program_id(0) + tl.program_id(1) * tl.num_programs(0),
-            tl.num_programs(0) * tl.num_programs(1),
-            next0_ptr,
-            next1_ptr,
-            next2_ptr,
-            next_bytes0,
-            next_bytes1,
-            next_bytes2,
-            FOLLOWERS,
-            WARPS * 32,
-        )
     if WAVES and PDL:
         prefetch_ahead(
             tl.program_id(0) + tl.program_id(1) * tl.num_programs(0),

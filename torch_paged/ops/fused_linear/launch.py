@@ -23,7 +23,6 @@ from torch_paged.ops.fused_linear.configs import (
     tma_serves,
     without_copies,
 )
-from torch_paged.ops.fused_linear.prefetch import followers
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
 from torch_paged.ops.fused_linear.shrink import launch_shrink
 from torch_paged.ops.fused_linear.start import (
@@ -103,7 +102,6 @@ def _launch_fused_linear(
             norm_offset,
             cast_before_gain,
             release_late=after_shrink,
-            followers=followers(weights, gated) if after_shrink else (),
         )
     if norm_outside:
         x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)

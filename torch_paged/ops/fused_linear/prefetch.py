@@ -9,10 +9,7 @@ a place on a multiprocessor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from torch import Tensor
 
 from torch_paged.ops.fused_linear.parts import locate
 from torch_paged.ops.triton_compat import tl, triton
@@ -23,10 +20,6 @@ AHEAD_BYTES = 32 << 20
 _REGISTERS = 1 << 16
 _THREADS = 2048
 _SHARED_BYTES = 227 << 10
-
-
-# Memory that the next kernel reads, and how many bytes of it from its start on are asked for.
-Followers = Sequence[tuple[Tensor, int]]
 
 
 class Ahead(NamedTuple):
@@ -62,18 +55,6 @@ def plan_ahead(
     wave = min(max(resident, 1) * num_processors, num_programs)
     further = round((AHEAD_BYTES - wave * program_bytes) / (wave * program_bytes))
     return Ahead(wave, 1 + max(0, min(further, -(-num_programs // wave) - 1, 3)))
-
-
-def followers(weights: Sequence[Tensor], gated: bool) -> Followers:
-    """Return what of the weights of the next kernel is worth to be asked for ahead."""
-    left, found = AHEAD_BYTES, []
-    for weight in weights:
-        most = AHEAD_BYTES // len(weights) if gated else left
-        num_bytes = min(weight.nbytes, most) // 16 * 16
-        if num_bytes and weight.is_contiguous() and weight.data_ptr() % 16 == 0:
-            found.append((weight, num_bytes))
-            left -= num_bytes
-    return found
 
 
 @triton.jit
@@ -252,42 +233,4 @@ def prefetch_ahead(
             )
 
 
-@triton.jit
-def prefetch_followers(
-    program,
-    num_programs,
-    a0_ptr,
-    a1_ptr,
-    a2_ptr,
-    num_bytes0,
-    num_bytes1,
-    num_bytes2,
-    FOLLOWERS: tl.constexpr,
-    NUM_THREADS: tl.constexpr,
-):
-    """Ask for a program's share of up to three ranges of memory that the next kernel reads."""
-    _prefetch_share(a0_ptr, num_bytes0, program, num_programs, NUM_THREADS)
-    if FOLLOWERS > 1:
-        _prefetch_share(a1_ptr, num_bytes1, program, num_programs, NUM_THREADS)
-    if FOLLOWERS > 2:
-        _prefetch_share(a2_ptr, num_bytes2, program, num_programs, NUM_THREADS)
-
-
-@triton.jit
-def _prefetch_share(ptr, num_bytes, program, num_programs, NUM_THREADS: tl.constexpr):
-    share = tl.cdiv(tl.cdiv(num_bytes, num_programs), 128) * 128
-    first = program * share
-    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    rest = tl.minimum(num_bytes - first, share)
-    _prefetch_rows(ptr + first // SIZE, 0, 1, rest, 0, 1, NUM_THREADS)
-
-
-__all__ = [
-    "AHEAD_BYTES",
-    "Ahead",
-    "Followers",
-    "followers",
-    "plan_ahead",
-    "prefetch_ahead",
-    "prefetch_followers",
-]
+__all__ = ["AHEAD_BYTES", "Ahead", "plan_ahead", "prefetch_ahead"]

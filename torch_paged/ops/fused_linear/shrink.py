@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torch_paged.ops.fused_linear.arguments import kernel_arguments
 from torch_paged.ops.fused_linear.configs import GemvConfig, device_key
-from torch_paged.ops.fused_linear.prefetch import Followers
 from torch_paged.ops.fused_linear.reference import shrink_reference
 from torch_paged.ops.fused_linear.start import start_gemv
 
@@ -47,14 +46,8 @@ def launch_shrink(
     *,
     config: GemvConfig | None = None,
     release_late: bool = False,
-    followers: Followers = (),
 ) -> Tensor:
-    """Launch the kernel.
-
-    Args:
-        release_late: let the next kernel start when `x` is complete, not before.
-        followers: what of the next kernel's weights is asked for in L2 while this one waits.
-    """
+    """Launch the kernel; `release_late`: let the next start when `x` is complete, not before."""
     num_tokens, in_features = x.shape
     downs = [down for down in downs if down.shape[0]] or list(downs[:1])
     sizes = [down.shape[0] for down in downs]
@@ -69,7 +62,7 @@ def launch_shrink(
     if config is None:
         steps = -(-in_features // (32 * arguments.constants["VEC"]))
         config = choose_shrink_config(device_key(x.device)[1], num_tokens, sum(sizes), steps)
-    start_gemv(config, num_tokens, sizes, arguments, _TOKENS, release_late, followers)
+    start_gemv(config, num_tokens, sizes, arguments, _TOKENS, release_late)
     return out
 
 

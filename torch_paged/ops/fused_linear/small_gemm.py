@@ -28,7 +28,6 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     merge_splits,
 )
-from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -137,7 +136,6 @@ def _small_gemm_kernel(
     scale0,
     scale1,
     scale2,
-    wave,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -162,7 +160,6 @@ def _small_gemm_kernel(
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
     AFTER_SHRINK: tl.constexpr,
-    WAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -221,30 +218,6 @@ def _small_gemm_kernel(
     out_columns = column + out_rows
     bias = load_bias(b_ptr, out_rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, out_rows, n, True, GATED and HAS_BIAS1)
-    if WAVES and PDL:
-        prefetch_ahead(
-            block_id + split * tl.num_programs(0),
-            tl.num_programs(0),
-            wave,
-            w0_ptr,
-            w1_ptr,
-            w2_ptr,
-            n0,
-            n1,
-            n2,
-            stride_w0,
-            stride_w1,
-            stride_w2,
-            K,
-            NUM_WEIGHTS,
-            GATED,
-            VEC,
-            ROWS,
-            TILES * TILE,
-            TILE,
-            WAVES,
-            WARPS * 32,
-        )
     if PDL and not AFTER_SHRINK:
         gdc_wait()
 

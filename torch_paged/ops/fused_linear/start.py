@@ -19,16 +19,13 @@ from torch_paged.ops.fused_linear.configs import (
     num_processors,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
-from torch_paged.ops.fused_linear.prefetch import Ahead, Followers, plan_ahead
+from torch_paged.ops.fused_linear.prefetch import Ahead, plan_ahead
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton
-
-# Of a thread of the tile kernel, roughly: its launch sets no bound.
-_TILE_REGISTERS = 128
 
 
 def start_gemv(
@@ -38,12 +35,10 @@ def start_gemv(
     arguments: Arguments,
     max_tokens: int = 8,
     release_late: bool = False,
-    followers: Followers = (),
 ) -> None:
     """Launch the GEMV kernel; a program takes up to `max_tokens` rows of x.
 
-    `release_late`: the next kernel may start when x is complete, not before; `followers` are what
-    of its weights is asked for in L2 meanwhile.
+    `release_late`: the next kernel may start when x is complete, not before.
     """
     pointers, numbers, constants = arguments
     tokens = min(triton.next_power_of_2(num_tokens), max_tokens)
@@ -53,13 +48,10 @@ def start_gemv(
     ahead = _ahead(
         grid[0], block, config.warps, config.registers, arguments, constants["K"], pointers[0]
     )
-    unused = [(pointers[0], 0)] * 3
     kernel = _gemv_kernel[grid](
         *pointers,
         *numbers,
         ahead.wave,
-        *(tensor for tensor, _ in [*followers, *unused][:3]),
-        *(num_bytes for _, num_bytes in [*followers, *unused][:3]),
         **constants,
         TOKENS=tokens,
         ROWS=config.rows,
@@ -71,7 +63,6 @@ def start_gemv(
         EVEN_T=num_tokens % tokens == 0,
         RELEASE_LATE=release_late,
         WAVES=ahead.waves,
-        FOLLOWERS=len(followers) if constants["PDL"] else 0,
         num_warps=config.warps,
         num_stages=1,
         maxnreg=config.registers,
@@ -92,36 +83,25 @@ def start_gemm(
     if isinstance(config, SmallGemmConfig):
         kernel, tokens = _small_gemm_kernel, max(triton.next_power_of_2(num_tokens), 8)
         step = config.chunks * 32 * config.warps
-        options = {"CHUNKS": config.chunks, "maxnreg": config.registers}
-        registers, shared = config.registers, 0
+        options = {"CHUNKS": config.chunks, "WARPS": config.warps, "maxnreg": config.registers}
     else:
         kernel, tokens = _tile_gemm_kernel, max(triton.next_power_of_2(num_tokens), 16)
         step = config.block_k
         options = {"BLOCK_K": step, "STAGES": config.stages}
-        streams = 2 if constants["GATED"] else 1
-        tile_bytes = step * (rows * streams + tokens) * pointers[0].element_size()
-        registers, shared = _TILE_REGISTERS, config.stages * tile_bytes
     num_blocks = sum(triton.cdiv(n, rows) for n in sizes)
     # Every share of in_features must have something to sum.
     splits = min(config.splits, triton.cdiv(constants["K"], step))
     slot = rows * tokens * (2 if constants["GATED"] else 1) + tokens
     splits, *scratch = _split_scratch(splits, num_blocks, slot, counters, pointers[-1])
-    share = step * triton.cdiv(constants["K"], step * splits)
-    ahead = _ahead(
-        num_blocks * splits, rows, config.warps, registers, arguments, share, pointers[0], shared
-    )
     launched = kernel[(num_blocks, splits)](
         *pointers,
         *scratch,
         *numbers,
-        ahead.wave,
         **constants,
         **options,
         TOKENS=tokens,
         ROWS=rows,
         SPLITS=splits,
-        WARPS=config.warps,
-        WAVES=ahead.waves,
         EVEN_K=constants["K"] % (step * splits) == 0,
         EVEN_N=all(n % rows == 0 for n in sizes),
         # The interpreter cannot multiply bfloat16.

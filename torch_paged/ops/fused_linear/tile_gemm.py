@@ -18,7 +18,6 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     merge_splits,
 )
-from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -110,7 +109,6 @@ def _tile_gemm_kernel(
     scale0,
     scale1,
     scale2,
-    wave,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -135,8 +133,6 @@ def _tile_gemm_kernel(
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
     AFTER_SHRINK: tl.constexpr,
-    WARPS: tl.constexpr,
-    WAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * (gain[k] * x[t, k]))."""
@@ -186,30 +182,6 @@ def _tile_gemm_kernel(
     out_columns = column + rows
     bias = load_bias(b_ptr, rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1)
-    if WAVES and PDL:
-        prefetch_ahead(
-            block_id + split * tl.num_programs(0),
-            tl.num_programs(0),
-            wave,
-            w0_ptr,
-            w1_ptr,
-            w2_ptr,
-            n0,
-            n1,
-            n2,
-            stride_w0,
-            stride_w1,
-            stride_w2,
-            K,
-            NUM_WEIGHTS,
-            GATED,
-            VEC,
-            ROWS,
-            TILES * BLOCK_K,
-            BLOCK_K,
-            WAVES,
-            WARPS * 32,
-        )
     if PDL and not AFTER_SHRINK:
         gdc_wait()
 
