@@ -79,7 +79,6 @@ def _gemv(
             "VEC": 4 if fp32 else 8,
             "EVEN_T": True,
             "RELEASE_LATE": False,
-            "WAVES": 0 if "VEC" in constants else 2,
             **constants,
             "AFTER_SHRINK": False,
         },

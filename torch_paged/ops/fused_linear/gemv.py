@@ -23,7 +23,6 @@ from torch_paged.ops.fused_linear.parts import (
     locate,
     locate_update,
 )
-from torch_paged.ops.fused_linear.prefetch import prefetch_ahead
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -87,7 +86,6 @@ def _gemv_kernel(
     scale0,
     scale1,
     scale2,
-    wave,
     K: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     HAS_BIAS0: tl.constexpr,
@@ -113,7 +111,6 @@ def _gemv_kernel(
     EVEN_T: tl.constexpr,
     AFTER_SHRINK: tl.constexpr,
     RELEASE_LATE: tl.constexpr,
-    WAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, n] = epilogue(rsqrt(mean_k x^2 + eps) * sum_k w[n, k] * gain[k] * x[t, k])."""
@@ -198,30 +195,6 @@ def _gemv_kernel(
         u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
         if GATED:
             u_up = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
-    if WAVES and PDL:
-        prefetch_ahead(
-            tl.program_id(0) + tl.program_id(1) * tl.num_programs(0),
-            tl.num_programs(0),
-            wave,
-            w0_ptr,
-            w1_ptr,
-            w2_ptr,
-            n0,
-            n1,
-            n2,
-            stride_w0,
-            stride_w1,
-            stride_w2,
-            K,
-            NUM_WEIGHTS,
-            GATED,
-            VEC,
-            BLOCK_N,
-            K,
-            TILE,
-            WAVES,
-            WARPS * 32,
-        )
     if PDL:
         gdc_wait()
     if PDL and RELEASE_LATE:

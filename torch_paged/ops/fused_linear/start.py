@@ -19,7 +19,6 @@ from torch_paged.ops.fused_linear.configs import (
     num_processors,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
-from torch_paged.ops.fused_linear.prefetch import Ahead, plan_ahead
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
@@ -45,13 +44,9 @@ def start_gemv(
     block = config.rows * config.warps // config.k_warps
     step = config.k_warps * config.chunks * 32 * constants["VEC"]
     grid = (sum(triton.cdiv(n, block) for n in sizes), triton.cdiv(num_tokens, tokens))
-    ahead = _ahead(
-        grid[0], block, config.warps, config.registers, arguments, constants["K"], pointers[0]
-    )
     kernel = _gemv_kernel[grid](
         *pointers,
         *numbers,
-        ahead.wave,
         **constants,
         TOKENS=tokens,
         ROWS=config.rows,
@@ -62,7 +57,6 @@ def start_gemv(
         EVEN_N=all(n % block == 0 for n in sizes),
         EVEN_T=num_tokens % tokens == 0,
         RELEASE_LATE=release_late,
-        WAVES=ahead.waves,
         num_warps=config.warps,
         num_stages=1,
         maxnreg=config.registers,
@@ -111,25 +105,6 @@ def start_gemm(
     )
     if isinstance(config, SmallGemmConfig):
         prefer_l1(launched, pointers[0].device)
-
-
-def _ahead(
-    num_programs: int,
-    rows: int,
-    warps: int,
-    registers: int,
-    arguments: Arguments,
-    share: int,
-    x: Tensor,
-    shared_bytes: int = 0,
-) -> Ahead:
-    """Return what programs of `rows` output features, `share` of in_features, ask for ahead."""
-    constants, size = arguments.constants, x.element_size()
-    if not constants["PDL"] or constants["VEC"] * size != 16:
-        return Ahead(0, 0)
-    nbytes = rows * (2 if constants["GATED"] else 1) * share * size
-    processors = num_processors(x.device.index or 0)
-    return plan_ahead(processors, num_programs, nbytes, 32 * warps, registers, shared_bytes)
 
 
 def _split_scratch(
