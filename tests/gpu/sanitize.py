@@ -2,11 +2,13 @@
 
     python tests/gpu/sanitize.py                    # memcheck and racecheck, in parallel shards
     python tests/gpu/sanitize.py --tools memcheck --jobs 4
+    python tests/gpu/sanitize.py --only 'gemm|decode'   # the calls whose names match
     python tests/gpu/sanitize.py --shard 0/1        # the calls alone, without the sanitizer
 
 First the shards run without it, which fills Triton's cache; then once for each tool. Fails if a
-tool reports anything, if a call fails, or if the calls leave a kernel out. Memcheck sees reads and
-writes past an allocation, of which each tensor has its own; racecheck sees shared memory only.
+tool reports anything, if a call fails, or if all calls together leave a kernel out. Memcheck sees
+reads and writes past an allocation, of which each tensor has its own; racecheck sees shared memory
+only.
 """
 
 from __future__ import annotations
@@ -80,12 +82,14 @@ class Outcome(NamedTuple):
             return f"exit code {self.code}"
         if self.tool in _CLEAN and not re.search(_CLEAN[self.tool], self.output):
             return "the tool's summary is not clean"
-        return "" if self.kernels else "no kernel was launched"
+        return "" if _LAUNCHED in self.output else "the calls did not come to their end"
 
 
-def run_shard(tool: str, shard: str, sanitizer: str, no_pdl: bool, limit: float) -> Outcome:
+def run_shard(
+    tool: str, shard: str, sanitizer: str, no_pdl: bool, limit: float, only: str
+) -> Outcome:
     """Run one shard in its own process, under `tool` unless that is "plain"."""
-    command = [sys.executable, str(Path(__file__)), "--shard", shard]
+    command = [sys.executable, str(Path(__file__)), "--shard", shard, "--only", only]
     command += ["--no-pdl"] if no_pdl else []
     environment = os.environ | {
         # An allocation of its own for each tensor, or the tool sees one large segment.
@@ -120,7 +124,12 @@ def missing_kernels(launched: set[str]) -> list[str]:
 
 
 def run_tools(
-    tools: Sequence[str], jobs: int, sanitizer: str, no_pdl: Sequence[str], limit: float
+    tools: Sequence[str],
+    jobs: int,
+    sanitizer: str,
+    no_pdl: Sequence[str],
+    limit: float,
+    only: str,
 ) -> int:
     """Run all shards under all tools and return the exit code."""
     failed = False
@@ -131,12 +140,13 @@ def run_tools(
         with ThreadPoolExecutor(max(len(work), 1)) as threads:
             outcomes = list(
                 threads.map(
-                    lambda job: run_shard(job[0], job[1], sanitizer, job[0] in no_pdl, limit), work
+                    lambda job: run_shard(*job, sanitizer, job[0] in no_pdl, limit, only), work
                 )
             )
         for tool in group:
             own = [outcome for outcome in outcomes if outcome.tool == tool]
-            missing = missing_kernels(set().union(*(outcome.kernels for outcome in own)))
+            launched = set().union(*(outcome.kernels for outcome in own))
+            missing = [] if only else missing_kernels(launched)
             faults = [outcome for outcome in own if outcome.fault]
             for outcome in faults:
                 print(f"-- {tool} {outcome.shard}: {outcome.fault}\n{outcome.output[-6000:]}")
@@ -167,8 +177,8 @@ def record_launches(launched: set[str]) -> None:
         cls.run = recording  # type: ignore[method-assign]
 
 
-def run_calls(shard: str, no_pdl: bool) -> None:
-    """Make the calls of one shard in this process."""
+def run_calls(shard: str, no_pdl: bool, only: str) -> None:
+    """Make the calls of one shard whose names match `only` in this process."""
     import torch
 
     # The ops without the layers above them, which take longer to import than the calls to run.
@@ -187,13 +197,13 @@ def run_calls(shard: str, no_pdl: bool) -> None:
             if name.startswith("torch_paged.ops") and hasattr(module, "use_pdl"):
                 module.use_pdl = lambda tensor: False
     index, count = map(int, shard.split("/"))
-    for name in list(CALLS)[index::count]:
+    for name in [name for name in CALLS if re.search(only, name)][index::count]:
         print(name, flush=True)
         CALLS[name]()
         if not interpreted:
             torch.cuda.synchronize()
     print(_LAUNCHED + json.dumps(sorted(launched)), flush=True)
-    if count == 1 and (missing := missing_kernels(launched)):
+    if count == 1 and not only and (missing := missing_kernels(launched)):
         raise SystemExit(f"no call in tests/gpu/kernel_calls.py launched {missing}")
 
 
@@ -214,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"], choices=_OPTIONS)
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
+    parser.add_argument("--only", default="", help="calls whose names match this pattern")
     parser.add_argument("--limit", type=float, default=200, help="seconds for a shard")
     parser.add_argument(
         "--no-pdl-in", nargs="*", default=[], choices=_OPTIONS, help="tools to run without PDL"
@@ -223,10 +234,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.shard:
         sys.path.insert(0, str(ROOT))
-        run_calls(args.shard, args.no_pdl)
+        run_calls(args.shard, args.no_pdl, args.only)
         return 0
     sys.path.insert(0, str(ROOT))
-    return run_tools(args.tools, args.jobs, find_sanitizer(), args.no_pdl_in, args.limit)
+    return run_tools(
+        args.tools, args.jobs, find_sanitizer(), args.no_pdl_in, args.limit, args.only
+    )
 
 
 if __name__ == "__main__":
