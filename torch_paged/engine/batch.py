@@ -9,19 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import RowStart, SlotState, to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.kv_transfer import copy_pairs, gather_kv, load_kv
 from torch_paged.engine.leased_blocks import LeasedBlocks
 from torch_paged.engine.out_of_memory import no_room_for
-from torch_paged.engine.packed_prompts import (
-    BatchLimits,
-    PackedPrompts,
-    running_sums,
-    slot_mapping,
-)
+from torch_paged.engine.packed_prompts import BatchLimits, PackedPrompts
+from torch_paged.engine.prompt_groups import Piece, cut_prompts, group_inputs
 from torch_paged.engine.reports import StepResult, make_reports
 from torch_paged.engine.row_blocks import RowBlocks
 from torch_paged.engine.runner import Rows, Runner, make_rows
@@ -189,77 +184,33 @@ class BatchRun:
             self._core.step.copy_states(*to_device(pairs, self._core.device))
 
     def _prefill_chunks(self, first_rows: Sequence[int], captured: bool) -> Tensor:
-        budget = self._core.config.max_num_batched_tokens
+        prompts, budget = self._prompts, self._core.config.max_num_batched_tokens
         if self._core.step.keeps_state:
-            budget = sum(self._prompts.lengths)
+            budget = sum(prompts.lengths)
         logits: list[Tensor] = []
-        group: list[tuple[int, int, int]] = []  # (prompt, start, length)
-        used = 0
-        for prompt, length in enumerate(self._prompts.lengths):
-            start = self._cached[prompt]
-            while start < length:
-                part = min(length - start, budget - used)
-                group.append((prompt, start, part))
-                used += part
-                start += part
-                if used == budget:
-                    logits += self._prefill_group(first_rows, group, captured)
-                    group, used = [], 0
-        if group:
+        for group in cut_prompts(prompts.lengths, self._cached, budget):
             logits += self._prefill_group(first_rows, group, captured)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _prefill_group(
-        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]], captured: bool
+        self, first_rows: Sequence[int], group: Sequence[Piece], captured: bool
     ) -> list[Tensor]:
         """Run one packed forward; returns the logits of the rows whose prompt ends in it."""
-        core, prompts = self._core, self._prompts
-        slots = [self.rows.slots[first_rows[prompt]] for prompt, _, _ in group]
-        starts = [start for _, start, _ in group]
-        cached = self._cached
-        firsts = running_sums([n - old for n, old in zip(prompts.lengths, cached, strict=True)])
-        lo = firsts[group[0][0]] + group[0][1] - cached[group[0][0]]
-        bounds = running_sums([length for _, _, length in group])
-        hi = lo + bounds[-1]
+        prompts = self._prompts
         if self._drops:
             self._move_windows(first_rows, group)
-        held = [self._blocks.held[first_rows[prompt]] for prompt, _, _ in group]
-        num_tables, rows = core.layout.num_tables, len(group)
-        # One transfer; the parts are views of it.
-        packed = to_device(
-            torch.cat(
-                [
-                    torch.tensor(
-                        [*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], device="cpu"
-                    ),
-                    *(
-                        slot_mapping(group, held, table, core.config.block_size)
-                        for table in range(num_tables)
-                    ),
-                ]
-            ),
-            core.device,
-        )
-        index, prefix, cu_seqlens, last, *mappings = packed.split(
-            [rows, rows, rows + 1, rows, *[hi - lo] * num_tables]
-        )
-        core.state.set_prefix(index, prefix)
-        spans = None
+        rows = [first_rows[prompt] for prompt, _, _ in group]
+        span = None
         if self._first_span is not None:
-            longest = torch.maximum(self._first_span, torch.as_tensor(self._floor))
-            spans = longest.to(torch.int32).expand(hi - lo).contiguous()
-        inputs = StepInputs(
-            slots=index.to(torch.int32),
-            ids=None if prompts.ids is None else prompts.ids[lo:hi],
-            embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
-            positions=prompts.positions[lo:hi],
-            cu_seqlens=cu_seqlens.to(torch.int32),
-            slot_mappings=tuple(mappings),
-            last_index=last,
-            max_query_len=max(length for _, _, length in group),
-            lengths=tuple(length for _, _, length in group),
-            whole_prompt=starts == [0],
-            spans=spans,
+            span = torch.maximum(self._first_span, torch.as_tensor(self._floor))
+        inputs = group_inputs(
+            self._core,
+            prompts,
+            self._cached,
+            group,
+            [self.rows.slots[row] for row in rows],
+            [self._blocks.held[row] for row in rows],
+            span,
         )
         out = self._runner(captured).prefill(inputs)
         ended = [
@@ -267,15 +218,12 @@ class BatchRun:
             for i, (prompt, start, length) in enumerate(group)
             if start + length == prompts.lengths[prompt]
         ]
-        # Only the first piece of a group can continue a prompt, and only the last can stop short.
         if not ended:
             return []
         # The next group may replay the graph whose static output this is.
         return [out[ended[0] : ended[-1] + 1].clone()]
 
-    def _move_windows(
-        self, first_rows: Sequence[int], group: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def _move_windows(self, first_rows: Sequence[int], group: Sequence[Piece]) -> None:
         """Before a group runs, give its rows blocks up to its end, and drop what is behind."""
         begins, ends = [0] * len(self._sources), [0] * len(self._sources)
         for prompt in range(group[0][0]):

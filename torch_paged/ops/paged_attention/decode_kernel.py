@@ -191,13 +191,13 @@ def decode_attention_kernel(
         HAS_WINDOW,
     )
     num_active = tl.where(live, num_active, 0)
-    # The one that takes the new token, into the block that holds its place.
+    # The program of the last range takes the new token, into the block that holds its place. With
+    # registers to spare it looks that up while it waits anyway.
     own = split == num_active - 1
     mine = slot
-    if FUSED:
-        mine = tl.load(
-            table_ptr + position // BLOCK_SIZE, mask=own, other=0, cache_modifier=".cg"
-        ).to(tl.int64)
+    if FUSED and EARLY:
+        block_ptr = table_ptr + position // BLOCK_SIZE
+        mine = tl.load(block_ptr, mask=own, other=0, cache_modifier=".cg").to(tl.int64)
     # Every row of a tile reads a block of this row's context; past the end, its last one.
     last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
     needed = n < tl.where(split < num_active, BLOCK_N, 0)
@@ -330,6 +330,8 @@ def decode_attention_kernel(
             total = tl.where(own, 1.0, total)
             acc = tl.where(own, v_new.to(tl.float32)[None, :], acc)
             if own:
+                if not EARLY:
+                    mine = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
                 inside = position % BLOCK_SIZE
                 new_k_ptrs = k_head_ptr + mine * stride_kcb + inside * stride_kcs + d[None, :]
                 new_k_ptrs += tl.zeros_like(r)[:, None]
