@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=shapes.NAMES)
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--streams", nargs="+", type=int, default=[32, 128, 512])
+    parser.add_argument("--streams", nargs="*", type=int, default=[32, 128, 512])
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths")
