@@ -108,14 +108,20 @@ class Ledger:
         self._log = None
         return list(self.jobs.values())
 
-    def put_back(self, requests: Sequence[Request], step: int) -> None:
-        """Take leave of rows preempted in `step`, after all reports have been read."""
+    def stop_rows(self, requests: Sequence[Request], step: int) -> None:
+        """Note that rows preempted in `step` have no token of it, before its report is read."""
+        for request in requests:
+            row = job_of(request).row
+            if row is not None:
+                row.last_step = step - 1
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Take leave of rows that were stopped, after all reports have been read."""
         for request in requests:
             job = job_of(request)
             row, job.row = job.row, None
             self.active.pop(request.request_id, None)
             if row is not None and not row.is_done:
-                row.last_step = step - 1
                 self._learn(row, row.last_step)
                 row.is_done = True
 
@@ -131,7 +137,7 @@ class Ledger:
         if log is None:
             return
         rows = [job.row for job in self.active.values() if job.row is not None]
-        plain = [row for row in rows if row.is_plain and row.next_step <= known]
+        plain = [row for row in rows if row.is_plain and row.next_step <= known <= row.last_step]
         if plain:
             first = min(row.next_step for row in plain)
             columns = log.columns([row.slot for row in plain], first, known)
