@@ -150,7 +150,7 @@ class RequestBlocks:
         return filled
 
     def fit(self, num_blocks: int) -> bool:
-        """Say whether the allocator has so many blocks, those in use included, or can grow to it."""
+        """Say whether so many blocks, those in use included, are there or can be made."""
         missing = num_blocks - self._allocator.num_blocks
         return missing <= 0 or (self._make_room is not None and self._make_room(missing))
 
