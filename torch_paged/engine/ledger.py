@@ -39,6 +39,8 @@ class Ledger:
         self._watched: dict[Hashable, Job] = {}
         self._ended: list[Job] = []  # since the last `take_outputs`
         self._in_flight: deque[StepRecord] = deque()
+        self._is_reading = False  # also after a callback broke off with an interrupt
+        self._stopped: list[Request] = []  # preempted, until all reports have been read
         self._log: TokenLog | None = None
         self._flushed = -1  # the newest step up to which all tokens were read
 
@@ -87,10 +89,24 @@ class Ledger:
             if len(self._in_flight) <= lag and not self._log.is_here(record.step):
                 return
             self._log.wait(record.step)
+            # Broken off by an interrupt it stays in flight, and is read again for whoever is left.
+            self._is_reading = True
+            try:
+                self._read(record, self._log)
+            except Exception:
+                self._is_reading = False
+                self._in_flight.popleft()
+                raise
             self._in_flight.popleft()
-            self._read(record, self._log)
+            self._is_reading = False
         if self._log is not None and self.known - self._flushed >= self._log.num_safe_steps:
             self.flush()
+
+    def resume(self) -> None:
+        """Do what is left of reading reports, where an interrupt in a callback broke it off."""
+        if self._is_reading or self._stopped:
+            self.collect(0)
+            self.put_back()
 
     def forget_rows(self, num_steps: int) -> list[Job]:
         """Drop all rows and what is in flight; return the jobs, which have to start again.
@@ -98,6 +114,7 @@ class Ledger:
         Args:
             num_steps: launched so far.
         """
+        self.resume()
         self.flush()
         self._in_flight.clear()
         self.known = num_steps - 1
@@ -114,11 +131,12 @@ class Ledger:
             row = job_of(request).row
             if row is not None:
                 row.last_step = step - 1
+        self._stopped += requests
 
-    def put_back(self, requests: Sequence[Request]) -> None:
+    def put_back(self) -> None:
         """Take leave of rows that were stopped, after all reports have been read."""
-        for request in requests:
-            job = job_of(request)
+        while self._stopped:
+            job = job_of(request := self._stopped.pop())
             row, job.row = job.row, None
             self.active.pop(request.request_id, None)
             if row is not None and not row.is_done:
