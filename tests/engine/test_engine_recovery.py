@@ -395,3 +395,24 @@ def test_an_interrupt_in_a_callback_loses_no_token_of_an_evicted_request(
         assert engine.num_preemptions > 0
     for i, ids in enumerate(prompts):
         assert outputs[i].token_ids == answers(ids, 20)
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_callback_may_close_the_engine(answers: Answers, at: int) -> None:
+    ids = ids_of(9, 3)
+    heard: list[torch_paged.RequestOutput] = []
+    engine = make_engine(small_model(), lag=1)
+
+    def close(output: torch_paged.RequestOutput) -> None:
+        heard.append(output)
+        if len(output.token_ids) == at:
+            engine.close()
+
+    for i in range(3):
+        callback = close if i == 0 else None
+        engine.add_request(ids, max_new_tokens=6 + i, request_id=i, on_output=callback)
+    outputs = engine.run()
+    assert sorted(outputs) == [0, 1, 2] and engine.is_idle
+    assert heard[-1].finish_reason == ("length" if at == 6 else "cancelled")
+    for i, output in outputs.items():
+        assert output.token_ids == answers(ids, 6 + i)[: len(output.token_ids)]

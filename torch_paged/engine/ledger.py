@@ -94,11 +94,9 @@ class Ledger:
             try:
                 self._read(record, self._log)
             except Exception:
-                self._is_reading = False
-                self._in_flight.popleft()
+                self._finish_reading(record)
                 raise
-            self._in_flight.popleft()
-            self._is_reading = False
+            self._finish_reading(record)
         if self._log is not None and self.known - self._flushed >= self._log.num_safe_steps:
             self.flush()
 
@@ -233,6 +231,12 @@ class Ledger:
                     )
                 )
                 job.num_reported = count
+
+    def _finish_reading(self, record: StepRecord) -> None:
+        self._is_reading = False
+        # A callback that closed the engine has brought this to its end.
+        if self._in_flight and self._in_flight[0] is record:
+            self._in_flight.popleft()
 
     def _read(self, record: StepRecord, log: TokenLog) -> None:
         step, self.known = record.step, record.step
