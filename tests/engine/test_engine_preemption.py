@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from torch_paged.engine.output import RequestOutput
+
 sys.path.append(str(Path(__file__).parent))
 
 from serving_case import (  # noqa: E402
@@ -140,3 +142,45 @@ def test_a_second_send_reuses_the_blocks_of_the_first(answers: Answers) -> None:
         engine.add_request(turn, max_new_tokens=8, request_id="b")
         assert run_checked(engine)["b"].token_ids == answers(turn, 8)
         assert computed == [75 - 64]
+
+
+class _Heard:
+    """Keeps what a callback is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, output: RequestOutput) -> None:
+        self.tokens += output.new_token_ids
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_a_callback_hears_no_token_twice_when_its_request_is_evicted(
+    answers: Answers, lag: int
+) -> None:
+    heard = {n: _Heard() for n in LENGTHS}
+    with make_engine(model(), num_blocks=POOL, lag=lag) as engine:
+        for n in LENGTHS:
+            engine.add_request(
+                ids_of(n, n), max_new_tokens=NUM_TOKENS, request_id=n, on_output=heard[n]
+            )
+        outputs = run_checked(engine)
+        assert engine.num_preemptions > 0
+    for n in LENGTHS:
+        expected = answers(ids_of(n, n), NUM_TOKENS)
+        assert outputs[n].token_ids == expected and heard[n].tokens == expected, n
+
+
+@pytest.mark.parametrize("num_steps", range(8, 14))
+def test_an_eviction_in_a_step_that_empties_the_log_doubles_nothing(
+    answers: Answers, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_paged.engine.engine._LOG_STEPS", num_steps)
+    with make_engine(model(), num_blocks=POOL, lag=1) as engine:
+        for n in LENGTHS:
+            engine.add_request(ids_of(n, n), max_new_tokens=NUM_TOKENS, request_id=n)
+        # Nobody asks for tokens before a request has ended.
+        outputs = engine.run()
+        assert engine.num_preemptions > 0
+    for n in LENGTHS:
+        assert outputs[n].token_ids == answers(ids_of(n, n), NUM_TOKENS), n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -348,3 +349,70 @@ def test_other_requests_salt_keeps_prefixes_apart() -> None:
             engine.add_request(ids_of(40, 3), max_new_tokens=4)
             engine.run()
         assert lengths == [40, 40]
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_an_interrupt_in_a_callback_hides_no_end_of_others(answers: Answers, lag: int) -> None:
+    ids = ids_of(9, 3)
+    eos = [answers(ids, 20)[5]]
+    expected = answers(ids, 20, eos_token_id=eos, pad_token_id=0)
+
+    def interrupt(output: torch_paged.RequestOutput) -> None:
+        if output.finished:
+            raise KeyboardInterrupt
+
+    with make_engine(small_model(), lag=lag) as engine:
+        for i in range(3):
+            callback = interrupt if i == 0 else None
+            engine.add_request(
+                ids, max_new_tokens=20, eos_token_id=eos, request_id=i, on_output=callback
+            )
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        outputs = run_checked(engine)
+    assert [outputs[i].finish_reason for i in range(3)] == ["stop"] * 3
+    assert [outputs[i].token_ids for i in range(3)] == [expected] * 3
+
+
+def test_an_interrupt_in_a_callback_loses_no_token_of_an_evicted_request(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Reports arrive late, as from a GPU.
+    monkeypatch.setattr("torch_paged.engine.token_log.TokenLog.is_here", lambda log, step: False)
+    prompts = [ids_of(9 + i, i) for i in range(3)]
+
+    def interrupt(output: torch_paged.RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    with make_engine(small_model(), num_blocks=6, block_size=8, lag=4) as engine:
+        for i, ids in enumerate(prompts):
+            callback = interrupt if i == 0 else None
+            engine.add_request(ids, max_new_tokens=20, request_id=i, on_output=callback)
+        outputs: dict[Any, torch_paged.RequestOutput] = {}
+        while not engine.is_idle:
+            with contextlib.suppress(KeyboardInterrupt):
+                outputs.update(run_checked(engine))
+        assert engine.num_preemptions > 0
+    for i, ids in enumerate(prompts):
+        assert outputs[i].token_ids == answers(ids, 20)
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_callback_may_close_the_engine(answers: Answers, at: int) -> None:
+    ids = ids_of(9, 3)
+    heard: list[torch_paged.RequestOutput] = []
+    engine = make_engine(small_model(), lag=1)
+
+    def close(output: torch_paged.RequestOutput) -> None:
+        heard.append(output)
+        if len(output.token_ids) == at:
+            engine.close()
+
+    for i in range(3):
+        callback = close if i == 0 else None
+        engine.add_request(ids, max_new_tokens=6 + i, request_id=i, on_output=callback)
+    outputs = engine.run()
+    assert sorted(outputs) == [0, 1, 2] and engine.is_idle
+    assert heard[-1].finish_reason == ("length" if at == 6 else "cancelled")
+    for i, output in outputs.items():
+        assert output.token_ids == answers(ids, 6 + i)[: len(output.token_ids)]

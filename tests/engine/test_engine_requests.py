@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent))
 from serving_case import (  # noqa: E402
     Answers,
     assert_all_free,
+    core_of,
     ids_of,
     make_engine,
     run_checked,
@@ -171,6 +172,19 @@ def test_a_request_that_never_fits_ends_alone(answers: Answers) -> None:
     assert outputs["large"].finish_reason == "error"
     assert "needs 4 KV blocks" in (outputs["large"].error or "")
     assert outputs["small"].token_ids == answers(ids_of(9, 9), 4)
+
+
+def test_a_request_that_fits_a_pool_of_its_full_size_waits_for_it(answers: Answers) -> None:
+    with make_engine(small_model(), num_blocks=5) as engine:
+        engine.add_request(ids_of(9, 9), max_new_tokens=8, request_id="small")
+        engine.step()
+        assert core_of(engine).num_blocks < 5
+        engine.add_request(ids_of(76, 1), max_new_tokens=4, request_id="large")
+        engine.add_request(ids_of(90, 2), max_new_tokens=4, request_id="too large")
+        outputs = run_checked(engine)
+    assert outputs["small"].token_ids == answers(ids_of(9, 9), 8)
+    assert outputs["large"].token_ids == answers(ids_of(76, 1), 4)
+    assert "needs 6 KV blocks and the pool has 5" in (outputs["too large"].error or "")
 
 
 @pytest.mark.parametrize("lag", [0, 3])

@@ -175,6 +175,41 @@ def test_contexts_of_the_caller_do_not_matter(answers: Answers) -> None:
     engine.close()
 
 
+def test_a_thread_that_waits_while_the_model_is_configured_anew_steps_in_its_turn(
+    answers: Answers,
+) -> None:
+    engine = make_engine(small_model(), lag=0)
+    inside, may_leave = threading.Event(), threading.Event()
+    outputs: dict[Any, Any] = {}
+
+    def hold_up(output: torch_paged.RequestOutput) -> None:
+        inside.set()
+        assert may_leave.wait(60)
+
+    def run() -> None:
+        outputs.update(engine.run())
+
+    def configure() -> None:
+        assert inside.wait(60)
+        threading.Timer(0.3, may_leave.set).start()
+        engine.run()  # while the other is in a step
+
+    with engine:
+        engine.add_request(ids_of(9, 3), max_new_tokens=8, request_id=0, on_output=hold_up)
+        first = threading.Thread(target=run, daemon=True)
+        with engine.paused():
+            first.start()
+            # It has looked up the model's session, and waits for its turn.
+            first.join(0.3)
+            torch_paged.accelerate(engine._target, block_size=8)
+        in_threads([configure])
+        first.join(60)
+        assert not first.is_alive()
+        engine.check_integrity()
+        assert_all_free(engine)
+    assert outputs[0].token_ids == answers(ids_of(9, 3), 8)
+
+
 def test_two_engines_on_one_model_share_its_memory(answers: Answers) -> None:
     with make_engine(small_model(), max_num_seqs=4) as one:
         with torch_paged.Engine(one._target) as two:

@@ -296,6 +296,32 @@ def test_a_persistent_manager_sees_changed_weights(model: Any) -> None:
     assert torch_paged.stats(model).kv_blocks_used == 0
 
 
+def test_an_end_token_of_the_models_config_alone_ends_nothing(
+    model: Any, answers: Answers
+) -> None:
+    # As in transformers, whose manager sets an end token that is None to -1 at first.
+    model.config.eos_token_id = answers(PROMPTS[0], NUM_TOKENS)[2]
+    results = model.generate_batch(PROMPTS[:1], generation_config=config_of(model))
+    assert results["req_0"].generated_tokens == answers(PROMPTS[0], NUM_TOKENS)
+    with model.continuous_batching_context_manager(generation_config=config_of(model)) as manager:
+        manager.add_requests(PROMPTS[:1])
+        result = manager.get_result(timeout=60)
+    assert result.generated_tokens == answers(PROMPTS[0], NUM_TOKENS)
+
+
+def test_a_persistent_manager_takes_the_config_of_each_call(model: Any, answers: Answers) -> None:
+    ends = list(range(40))
+    for count, eos in ((5, None), (3, None), (9, ends)):
+        config = config_of(model, max_new_tokens=count, eos_token_id=eos)
+        results = model.generate_batch(PROMPTS, generation_config=config, persistent_manager=True)
+        expected = [answers(p, count, eos_token_id=eos, pad_token_id=0) for p in PROMPTS]
+        assert [r.generated_tokens for r in results.values()] == expected
+    sampled = config_of(model, do_sample=True, top_k=1, num_return_sequences=2)
+    results = model.generate_batch(PROMPTS, generation_config=sampled, persistent_manager=True)
+    assert len(results) == 2 * len(PROMPTS)
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_pausing_lets_weights_be_written(model: Any) -> None:
     with model.continuous_batching_context_manager(
         generation_config=config_of(model, max_new_tokens=60)

@@ -137,6 +137,7 @@ class ServingEngine:
         if self.is_idle:
             return
         started = time.perf_counter()
+        self._ledger.resume()
         scheduler = self._ready()
         if scheduler.is_idle:
             self._ledger.collect(0)
@@ -148,11 +149,12 @@ class ServingEngine:
             scheduled = scheduler.schedule()
             step, self._num_steps = self._num_steps, self._num_steps + 1
             self._note_ends(scheduled.finished)
+            self._ledger.stop_rows(scheduled.preempted, step)
             launched = self._launch(scheduled, step)
             self._is_stale = False
             settle = scheduled.preempted or not launched
             self._ledger.collect(0 if settle else self._config.lag)
-            self._ledger.put_back(scheduled.preempted, step)
+            self._ledger.put_back()
         if self.is_idle:
             self._guard.rest()
         self._core.counters.seconds += time.perf_counter() - started

@@ -39,6 +39,8 @@ class Ledger:
         self._watched: dict[Hashable, Job] = {}
         self._ended: list[Job] = []  # since the last `take_outputs`
         self._in_flight: deque[StepRecord] = deque()
+        self._is_reading = False  # also after a callback broke off with an interrupt
+        self._stopped: list[Request] = []  # preempted, until all reports have been read
         self._log: TokenLog | None = None
         self._flushed = -1  # the newest step up to which all tokens were read
 
@@ -87,10 +89,22 @@ class Ledger:
             if len(self._in_flight) <= lag and not self._log.is_here(record.step):
                 return
             self._log.wait(record.step)
-            self._in_flight.popleft()
-            self._read(record, self._log)
+            # Broken off by an interrupt it stays in flight, and is read again for whoever is left.
+            self._is_reading = True
+            try:
+                self._read(record, self._log)
+            except Exception:
+                self._finish_reading(record)
+                raise
+            self._finish_reading(record)
         if self._log is not None and self.known - self._flushed >= self._log.num_safe_steps:
             self.flush()
+
+    def resume(self) -> None:
+        """Do what is left of reading reports, where an interrupt in a callback broke it off."""
+        if self._is_reading or self._stopped:
+            self.collect(0)
+            self.put_back()
 
     def forget_rows(self, num_steps: int) -> list[Job]:
         """Drop all rows and what is in flight; return the jobs, which have to start again.
@@ -98,6 +112,7 @@ class Ledger:
         Args:
             num_steps: launched so far.
         """
+        self.resume()
         self.flush()
         self._in_flight.clear()
         self.known = num_steps - 1
@@ -108,14 +123,21 @@ class Ledger:
         self._log = None
         return list(self.jobs.values())
 
-    def put_back(self, requests: Sequence[Request], step: int) -> None:
-        """Take leave of rows preempted in `step`, after all reports have been read."""
+    def stop_rows(self, requests: Sequence[Request], step: int) -> None:
+        """Note that rows preempted in `step` have no token of it, before its report is read."""
         for request in requests:
-            job = job_of(request)
+            row = job_of(request).row
+            if row is not None:
+                row.last_step = step - 1
+        self._stopped += requests
+
+    def put_back(self) -> None:
+        """Take leave of rows that were stopped, after all reports have been read."""
+        while self._stopped:
+            job = job_of(request := self._stopped.pop())
             row, job.row = job.row, None
             self.active.pop(request.request_id, None)
             if row is not None and not row.is_done:
-                row.last_step = step - 1
                 self._learn(row, row.last_step)
                 row.is_done = True
 
@@ -131,7 +153,7 @@ class Ledger:
         if log is None:
             return
         rows = [job.row for job in self.active.values() if job.row is not None]
-        plain = [row for row in rows if row.is_plain and row.next_step <= known]
+        plain = [row for row in rows if row.is_plain and row.next_step <= known <= row.last_step]
         if plain:
             first = min(row.next_step for row in plain)
             columns = log.columns([row.slot for row in plain], first, known)
@@ -209,6 +231,12 @@ class Ledger:
                     )
                 )
                 job.num_reported = count
+
+    def _finish_reading(self, record: StepRecord) -> None:
+        self._is_reading = False
+        # A callback that closed the engine has brought this to its end.
+        if self._in_flight and self._in_flight[0] is record:
+            self._in_flight.popleft()
 
     def _read(self, record: StepRecord, log: TokenLog) -> None:
         step, self.known = record.step, record.step

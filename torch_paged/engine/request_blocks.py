@@ -149,6 +149,11 @@ class RequestBlocks:
             held.ids = []
         return filled
 
+    def fit(self, num_blocks: int) -> bool:
+        """Say whether so many blocks, those in use included, are there or can be made."""
+        missing = num_blocks - self._allocator.num_blocks
+        return missing <= 0 or (self._make_room is not None and self._make_room(missing))
+
     def too_large(self, num_blocks: int) -> str:
         """Say that a request for `num_blocks` blocks can never run."""
         return (

@@ -302,7 +302,7 @@ class Scheduler:
             self._blocks.close(request)
             if not swapped:
                 self._blocks.open(request)
-            if needed <= self._allocator.num_blocks and self.num_running:
+            if self.num_running and self._blocks.fit(needed):
                 return False
             self._end(request, "error", self._blocks.too_large(needed))
             return True

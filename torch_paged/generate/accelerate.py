@@ -15,7 +15,7 @@ from torch_paged.errors import UnsupportedModelError
 from torch_paged.generate.batching import drop_cached_manager
 from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.methods import DECODING_METHODS
-from torch_paged.generate.registry import add_session, find_session, remove_session
+from torch_paged.generate.registry import add_session, find_session, remove_session, turns_of
 from torch_paged.generate.session import Session
 from torch_paged.log import warn_once
 from torch_paged.patches import seams
@@ -50,6 +50,14 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
     if disabled():
         warn_once("TORCH_PAGED_DISABLE is set: accelerate() does nothing")
         return model
+    # Another thread may be in the middle of a call.
+    with turns_of(target).lock:
+        _begin_session(target, config)
+    return model
+
+
+def _begin_session(target: nn.Module, config: Config) -> None:
+    """Read the model under a configuration, in the place of the session that it has."""
     session = Session(target, config)
     if config.on_unsupported == "raise" and session.decide_tier() == "eager":
         raise UnsupportedModelError(
@@ -66,7 +74,6 @@ def accelerate(model: Model, config: Config | None = None, **overrides: object) 
         old.release()
         session.logprobs = old.logprobs
     add_session(target, session)
-    return model
 
 
 def check_config(config: object) -> None:

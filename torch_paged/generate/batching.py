@@ -90,7 +90,8 @@ def generate_batch(
         return {}
     manager = _manager(self, generation_config, continuous_batching_config)
     try:
-        return _run(manager, inputs, overrides, record_timestamps, progress_bar)
+        config = manager.generation_config if generation_config is None else generation_config
+        return _run(manager, inputs, config, overrides, record_timestamps, progress_bar)
     finally:
         if persistent_manager:
             self._cached_continuous_batching_manager = manager
@@ -101,6 +102,7 @@ def generate_batch(
 def _run(
     manager: EngineManager,
     inputs: list[Any],
+    config: Any,
     overrides: dict[str, Any],
     record_timestamps: bool,
     progress_bar: bool,
@@ -115,9 +117,9 @@ def _run(
         times += [time.perf_counter()] * len(output.new_token_ids)
 
     names = manager.submit_all(
-        inputs, overrides, on_output=on_output if record_timestamps else None
+        inputs, config, overrides, on_output=on_output if record_timestamps else None
     )
-    count = overrides.get("num_return_sequences") or manager.num_return_sequences
+    count = overrides.get("num_return_sequences") or config.num_return_sequences or 1
     # As transformers orders them: further sequences, then the one that has the request's id.
     wanted = [
         sequence

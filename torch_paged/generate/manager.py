@@ -137,7 +137,14 @@ class EngineManager(seams.ContinuousBatchingManager):
             overrides["eos_token_id"] = eos_token_id
         overrides["on_output"] = _Deliveries(self.output_router, streaming, record_timestamps)
         streams = streaming or record_timestamps
-        self._submit(input_ids, request_id, overrides, private=True, streams=streams)
+        self._submit(
+            input_ids,
+            request_id,
+            overrides,
+            private=True,
+            streams=streams,
+            config=self.generation_config,
+        )
         return request_id
 
     def add_requests(
@@ -149,7 +156,6 @@ class EngineManager(seams.ContinuousBatchingManager):
         **overrides: Any,
     ) -> list[str]:
         names = self._names(len(inputs))
-        self._default_eos(overrides)
         for name, input_ids in zip(names, inputs, strict=True):
             self.add_request(
                 input_ids,
@@ -162,16 +168,25 @@ class EngineManager(seams.ContinuousBatchingManager):
         return names
 
     def submit_all(
-        self, inputs: list[Any], overrides: dict[str, Any], on_output: OnOutput | None
+        self,
+        inputs: list[Any],
+        config: Any,
+        overrides: dict[str, Any],
+        on_output: OnOutput | None,
     ) -> list[str]:
-        """Put requests in line whose outputs the engine's streams yield; all, or none."""
+        """Put requests in line whose outputs the engine's streams yield; all, or none.
+
+        Args:
+            config: in the place of the manager's own `generation_config`.
+        """
         names = self._names(len(inputs))
         overrides = {**overrides, "on_output": on_output}
-        self._default_eos(overrides)
         done: list[str] = []
         try:
             for name, input_ids in zip(names, inputs, strict=True):
-                self._submit(input_ids, name, dict(overrides), private=False, streams=True)
+                self._submit(
+                    input_ids, name, dict(overrides), private=False, streams=True, config=config
+                )
                 done.append(name)
         except Exception:
             for name in done:
@@ -191,8 +206,9 @@ class EngineManager(seams.ContinuousBatchingManager):
         *,
         private: bool,
         streams: bool,
+        config: Any,
     ) -> None:
-        config, batching = self.generation_config, self.continuous_batching_config
+        batching = self.continuous_batching_config
         if config.max_new_tokens is None and config.max_length is None:
             if not overrides.keys() & {"max_new_tokens", "max_length"}:
                 overrides["max_new_tokens"] = _UNLIMITED
@@ -208,21 +224,10 @@ class EngineManager(seams.ContinuousBatchingManager):
             merge=self._merge,
         )
 
-    def _default_eos(self, overrides: dict[str, Any]) -> None:
-        """Without an end token in the generation config take that of the model's config."""
-        if self.generation_config.eos_token_id is None:
-            overrides.setdefault("eos_token_id", _eos_token(self.model.config))
-
     def _names(self, count: int) -> list[str]:
         with self._lock:
             first, self._num_named = self._num_named, self._num_named + count
         return [f"req_{i}" for i in range(first, first + count)]
-
-
-def _eos_token(config: Any) -> Any:
-    """Return the end token of a model's config; where it has parts, that of its text."""
-    own = getattr(config, "eos_token_id", None)
-    return getattr(config.get_text_config(), "eos_token_id", None) if own is None else own
 
 
 class _Deliveries:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from torch_paged.engine.turns import Turns
+
 if TYPE_CHECKING:
     from torch_paged.generate.session import Session
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_TURNS: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
 
 
 def find_session(model: nn.Module) -> Session | None:
@@ -25,3 +28,8 @@ def add_session(model: nn.Module, session: Session) -> None:
 def remove_session(model: nn.Module) -> Session | None:
     """Forget the session of `model` and return it."""
     return _SESSIONS.pop(model, None)
+
+
+def turns_of(model: nn.Module) -> Turns:
+    """Return the lock of a model: one for all its sessions, as a thread may wait in an old one."""
+    return _TURNS.setdefault(model, Turns())

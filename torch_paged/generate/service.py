@@ -243,8 +243,8 @@ class Service:
 
     def advance(self, *, tokens: bool) -> list[RequestOutput]:
         """Take one step; return the outputs, without `tokens` those of ended requests alone."""
-        session = self.session()
-        with on_device(session):
+        with on_device(self.session()):
+            session = self.session()  # accelerate() may have run while we waited
             if self._is_stepping:
                 raise TorchPagedError("step, stream and run must not be called from a callback")
             self._is_stepping = True

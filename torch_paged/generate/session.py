@@ -15,8 +15,8 @@ from torch_paged.config import Config
 from torch_paged.decoder.plan_text import fold_layers
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.core import EngineCore
-from torch_paged.engine.turns import Turns
 from torch_paged.generate.logprobs import TokenLogprobs
+from torch_paged.generate.registry import turns_of
 from torch_paged.generate.samplers import SamplerShelf
 from torch_paged.generate.selftest import selftest_reason
 from torch_paged.log import warn_once
@@ -59,7 +59,7 @@ class Session:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config = config
-        self.turns = Turns()
+        self.turns = turns_of(model)
         self.fallbacks: Counter[str] = Counter()
         self.last_call: CallReport | None = None
         self.core: EngineCore | None = None
