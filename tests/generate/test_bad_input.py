@@ -281,6 +281,18 @@ def test_what_is_no_prompt_raises_what_it_raised(name, model, device, accelerate
     assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
 
 
+@pytest.mark.parametrize("limit", [float("inf"), float("nan")], ids=str)
+def test_length_that_is_never_reached(limit, device, accelerate) -> None:
+    model = tiny(LlamaConfig, 8, device)
+    ids = prompt(17, 17, device=device)
+    model.generation_config.eos_token_id = int(reference(model, ids, 8).sequences[0, -1])
+    expected = greedy(copy.deepcopy(model), ids, limit)
+    assert expected.shape[1] <= 25
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, limit), expected)
+    assert "there is no length limit" in torch_paged.explain(model).last_call.reasons
+
+
 def test_a_batch_without_rows_ends_as_before(model, device) -> None:
     torch_paged.accelerate(model)
     with pytest.raises(RuntimeError, match="0 elements"):

@@ -323,6 +323,6 @@ def _limits(call: Call) -> tuple[int | None, tuple[int, ...] | None]:
             max_length = limit if max_length is None else min(max_length, limit)
         elif type(criterion) is seams.EosTokenCriteria:
             eos = (eos or ()) + tuple(criterion.eos_token_id.reshape(-1).tolist())
-    if max_length is None:
+    if max_length is None or not math.isfinite(max_length):
         return None, eos
     return max(math.ceil(max_length) - call.input_ids.shape[1], 1), eos
