@@ -293,6 +293,13 @@ def test_length_that_is_never_reached(limit, device, accelerate) -> None:
     assert "there is no length limit" in torch_paged.explain(model).last_call.reasons
 
 
+def test_forced_token_that_is_none(model, device, accelerate) -> None:
+    ids = prompt(17, 17, device=device)
+    expected = greedy(copy.deepcopy(model), ids, 8, forced_bos_token_id="x")
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, 8, forced_bos_token_id="x"), expected)
+
+
 def test_a_batch_without_rows_ends_as_before(model, device) -> None:
     torch_paged.accelerate(model)
     with pytest.raises(RuntimeError, match="0 elements"):
