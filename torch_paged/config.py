@@ -232,7 +232,7 @@ def _buckets(value: object, max_num_seqs: int) -> tuple[int, ...] | None:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
-        sizes = tuple(value)  # type: ignore[arg-type]
+        sizes: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:  # a tensor without dimensions is an Iterable, and raises this
         raise _type_error("batch_buckets", expected, value, remedy) from None
     buckets = tuple(_integer("batch_buckets", size, minimum=1) for size in sizes)

@@ -23,7 +23,6 @@ from serving_case import (  # noqa: E402
     small_model,
 )
 
-
 META = torch.tensor(3, device="meta")
 
 

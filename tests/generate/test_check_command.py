@@ -242,9 +242,7 @@ def test_model_that_is_not_there_is_told(
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99"])
-def test_device_that_is_not_there_is_told(
-    device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_device_that_is_not_there_is_told(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["check", "llama", "--device", device])
     assert ended.value.code == 2

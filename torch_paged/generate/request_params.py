@@ -278,7 +278,8 @@ def _sampling(config: Any) -> tuple[float, int, float, float]:
     """Return temperature, top_k, top_p and min_p, neutral where nothing is filtered."""
     if not config.do_sample:
         return 0.0, 0, 1.0, 0.0
-    temperature = 1.0 if config.temperature is None else number("temperature", config.temperature, 0.8)
+    given = config.temperature
+    temperature = 1.0 if given is None else number("temperature", given, 0.8)
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(
             f"temperature must be a number of at least 0 (0 is greedy), got {temperature}; "

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-
 # More than any vocabulary has and than any sequence can be long; top_k is held in 32 bits.
 _UNREACHED = (1 << 31) - 1
 
@@ -167,7 +166,8 @@ def batch_list(inputs: Any, model: Any) -> list[list[int]]:
         raise TypeError(f"{expected} a {type(inputs).__name__}; pass its input_ids, unpadded")
     if not isinstance(inputs, Iterable):
         raise TypeError(f"{expected} {inputs!r}; pass e.g. tokenizer(texts).input_ids")
-    return [prompt_list(ids, model, f"inputs[{i}]") for i, ids in enumerate(plain(inputs, "inputs"))]
+    prompts = enumerate(plain(inputs, "inputs"))
+    return [prompt_list(ids, model, f"inputs[{i}]") for i, ids in prompts]
 
 
 __all__ = [
