@@ -255,6 +255,9 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     real = mask != 0
     empty = ~real.any(-1)
     step = session.step
+    if step.keeps_state and ((mask != 0) & (mask != 1)).any():
+        # What enters a state is multiplied by the mask.
+        return ["a mask of other numbers than 0 and 1, and layers with a state"]
     counts_places = step.has_window or step.keeps_state or step.counts_columns
     holes = (
         (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False, device="cpu")
