@@ -137,6 +137,23 @@ def test_integer_of_another_library_becomes_an_int() -> None:
     assert type(value) is int and value == 7
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Config)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.tensor([1, 2]).numpy()[:, None],
+        torch.tensor(0.5),
+        torch.tensor(1, device="meta"),
+    ],
+    ids=["tensor", "array", "scalar", "meta"],
+)
+def test_tensor_where_none_belongs_is_named(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        Config(**{name: value})
+    assert f"Config.{name} must be" in str(raised.value) and "; " in str(raised.value)
+
+
 def test_torch_dtype_becomes_its_name() -> None:
     assert Config(kv_cache_dtype=torch.bfloat16).kv_cache_dtype == "bfloat16"  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex, TypeGuard
+from typing import Literal
 
 _BLOCK_SIZES = (8, 16, 32)
 _CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -151,18 +151,24 @@ def _default(name: str) -> object:
     return Config.__dataclass_fields__[name].default
 
 
-def _is_integer(value: object) -> TypeGuard[SupportsIndex]:
-    return not isinstance(value, bool) and hasattr(type(value), "__index__")
+def _index(value: object) -> int | None:
+    """Return an integer of any library as an int; None for anything else, arrays among it."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # a tensor on the meta device has no value
+        return None
 
 
 def _integer(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
-    if not _is_integer(value):
+    number = _index(value)
+    if number is None:
         example = _as_number(value)
         if example is None or example < minimum or (maximum is not None and example > maximum):
             default = _default(name)
             example = default if isinstance(default, int) else max(minimum, 4)
         raise _type_error(name, "an integer", value, f"pass e.g. {name}={example}")
-    number = operator.index(value)
     if number < minimum or (maximum is not None and number > maximum):
         upper = "" if maximum is None else f" and at most {maximum}"
         remedy = f"the default is {_default(name)}"
@@ -183,13 +189,13 @@ def _count(name: str, value: object, maximum: int | None = None) -> int:
 
 
 def _block_size(value: object) -> int:
-    if not _is_integer(value):
+    number = _index(value)
+    if number is None:
         meant = _as_number(value)
         size = meant if meant in _BLOCK_SIZES else _default("block_size")
         raise _type_error(
             "block_size", "an integer, 8, 16 or 32", value, f"pass block_size={size}"
         )
-    number = operator.index(value)
     if number not in _BLOCK_SIZES:
         raise _value_error("block_size", "8, 16 or 32", number, "16 is the default")
     return number
@@ -209,10 +215,10 @@ def _cache_limit(value: object) -> int | float | None:
     if isinstance(value, float):
         return _fraction("kv_cache_memory", value, "a number of bytes must be an int")
     remedy = "write 1.0 for all of the memory, 4 << 30 for 4 GiB"
-    if not _is_integer(value):
+    number = _index(value)
+    if number is None:
         expected = "bytes as an int, or a fraction as a float"
         raise _type_error("kv_cache_memory", expected, value, remedy)
-    number = operator.index(value)
     if number < _MIN_CACHE_BYTES:
         expected = f"at least {_MIN_CACHE_BYTES} bytes as an int, or a fraction as a float"
         raise _value_error("kv_cache_memory", expected, number, remedy)
@@ -223,9 +229,13 @@ def _buckets(value: object, max_num_seqs: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     expected, remedy = "increasing batch sizes", "pass e.g. batch_buckets=(1, 2, 4, 8)"
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise _type_error("batch_buckets", expected, value, remedy)
-    buckets = tuple(_integer("batch_buckets", size, minimum=1) for size in value)
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        sizes: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]
+    except TypeError:  # a tensor without dimensions is an Iterable, and raises this
+        raise _type_error("batch_buckets", expected, value, remedy) from None
+    buckets = tuple(_integer("batch_buckets", size, minimum=1) for size in sizes)
     if not buckets or any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
         raise _value_error("batch_buckets", expected, buckets, remedy)
     if buckets[-1] > max_num_seqs:
@@ -240,11 +250,13 @@ def _buckets(value: object, max_num_seqs: int) -> tuple[int, ...] | None:
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise _type_error(name, "True or False", value, f"pass {name}={bool(value)}")
+        scalar = value is None or isinstance(value, (int, float, str))
+        meant = bool(value) if scalar else _default(name)
+        raise _type_error(name, "True or False", value, f"pass {name}={meant}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         close = difflib.get_close_matches(str(value), choices, n=1)
         remedy = f"did you mean {close[0]!r}?" if close else f"{choices[0]!r} is the default"
         raise _value_error(name, "one of " + ", ".join(map(repr, choices)), value, remedy)

@@ -24,6 +24,8 @@ from serving_case import (  # noqa: E402
     small_model,
 )
 
+META = torch.tensor(3, device="meta")
+
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
@@ -59,6 +61,16 @@ def answers() -> Answers:
         ({"on_output": 3}, TypeError, "on_output must be callable, got 3"),
         ({"stop_token_ids": 1.5}, TypeError, "stop_token_ids must be a token id or several"),
         ({"request_id": []}, TypeError, r"request_id must be hashable, got \[\]"),
+        ({"max_length": "x"}, TypeError, "max_length must be a number, got 'x'"),
+        ({"max_length": float("nan")}, ValueError, "max_length must exceed .* got nan"),
+        ({"min_length": "x"}, TypeError, "min_length must be an integer, got 'x'"),
+        ({"do_sample": True, "temperature": []}, TypeError, r"temperature must .* got \[\]; pass"),
+        ({"do_sample": True, "top_p": []}, TypeError, r"top_p must be a number, got \[\]; pass"),
+        ({"repetition_penalty": []}, TypeError, r"repetition_penalty must .* got \[\]; pass"),
+        ({"max_time": "x"}, TypeError, "max_time must be a number of seconds, got 'x'"),
+        ({"bad_words_ids": ["a"]}, TypeError, "bad_words_ids must be a token id .* got 'a'"),
+        ({"max_new_tokens": META}, TypeError, "max_new_tokens must have values, got a Tensor"),
+        ({"logprobs": META}, TypeError, "logprobs must have values, got a Tensor"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(
@@ -89,6 +101,7 @@ def test_what_an_engine_cannot_do_is_refused(
         ([-1], ValueError, "must be in"),
         (torch.ones(2, 3, dtype=torch.long), ValueError, r"one prompt.*\[2, 3\]"),
         ([1.5], TypeError, "must be integers"),
+        (META[None], TypeError, "prompt_ids must have values, got a Tensor"),
     ],
 )
 def test_prompts_that_are_none_are_refused(
@@ -142,6 +155,18 @@ def test_numbers_of_numpy_and_torch_are_numbers(answers: Answers) -> None:
         assert all(type(i) is int for i in outputs[n].prompt_ids)
     assert outputs["fields"].token_ids == expected
     assert outputs["fields__child#0"].token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["min_new_tokens", "min_length", "eos_token_id", "top_k"])
+def test_numbers_that_no_sequence_reaches_change_nothing(name: str) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": 4, "do_sample": name == "top_k", "seed": 3}
+    with make_engine(small_model()) as engine:
+        engine.add_request(ids_of(9, 9), request_id="without", **fields, **{name: 0})
+        for number in (2**32 + 1, 10**30):
+            engine.add_request(ids_of(9, 9), request_id=number, **fields, **{name: number})
+        outputs = engine.run()
+    assert {out.finish_reason for out in outputs.values()} == {"length"}
+    assert len({tuple(out.token_ids) for out in outputs.values()}) == 1
 
 
 def test_ids_are_unique_among_the_living() -> None:

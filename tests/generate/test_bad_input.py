@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -197,7 +198,7 @@ def test_mask_of_other_rows(model, device, accelerate) -> None:
     """Transformers' error comes from indexing, which on a GPU ends the use of the device."""
     ids = prompt(17, 17, device=device)
     expected = reference(model, ids, 8).sequences
-    accelerate(model)
+    accelerate(model, on_unsupported="fallback")
     for _ in range(2):
         # Newer releases refuse it themselves, before they come to us.
         with pytest.raises((ValueError, RuntimeError), match=r"row for each of 3|must match"):
@@ -241,19 +242,62 @@ def test_ids_outside_the_vocabulary(token, accelerate) -> None:
         assert torch.equal(greedy(model, ids, 8), expected)
 
 
-@pytest.mark.parametrize("name", ["ids", "embeddings", "flat embeddings"])
+# What a call is given, made from ids [1, num_tokens] and their embeddings.
+NO_PROMPTS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
+    "ids": lambda ids, embeds: {"input_ids": ids[:, :0]},
+    "ids of three dimensions": lambda ids, embeds: {"input_ids": ids[None]},
+    "embeddings": lambda ids, embeds: {"inputs_embeds": embeds[:, :0]},
+    "flat embeddings": lambda ids, embeds: {"inputs_embeds": embeds[0]},
+    "narrow embeddings": lambda ids, embeds: {"inputs_embeds": embeds[..., :-1]},
+    "whole numbers for embeddings": lambda ids, embeds: {"inputs_embeds": embeds.long()},
+    "positions of other rows": lambda ids, embeds: {
+        "input_ids": ids.repeat(2, 1),
+        "position_ids": torch.arange(17, device=ids.device).expand(3, -1),
+    },
+    "a list of positions": lambda ids, embeds: {
+        "input_ids": ids,
+        "position_ids": [list(range(17))],
+    },
+    "yes and no for positions": lambda ids, embeds: {
+        "input_ids": ids,
+        "position_ids": ids > 0,
+    },
+    "a mask of ones of other rows": lambda ids, embeds: {
+        "input_ids": ids.repeat(2, 1),
+        "attention_mask": ids.new_ones(3, 17),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NO_PROMPTS)
 def test_what_is_no_prompt_raises_what_it_raised(name, model, device, accelerate) -> None:
     ids = prompt(17, 17, device=device)
-    given: dict[str, Any] = {"input_ids": ids[:, :0]}
-    if "embeddings" in name:
-        embeds = model.get_input_embeddings()(ids).detach()
-        given = {"inputs_embeds": embeds[0] if "flat" in name else embeds[:, :0]}
+    given = NO_PROMPTS[name](ids, model.get_input_embeddings()(ids).detach())
     with pytest.raises(ERRORS) as theirs:
         copy.deepcopy(model).generate(**given, max_new_tokens=3)
     accelerate(model, on_unsupported="fallback")
     with pytest.raises(ERRORS) as ours:
         model.generate(**given, max_new_tokens=3)
     assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+@pytest.mark.parametrize("limit", [float("inf"), float("nan")], ids=str)
+def test_length_that_is_never_reached(limit, device, accelerate) -> None:
+    model = tiny(LlamaConfig, 8, device)
+    ids = prompt(17, 17, device=device)
+    model.generation_config.eos_token_id = int(reference(model, ids, 8).sequences[0, -1])
+    expected = greedy(copy.deepcopy(model), ids, limit)
+    assert expected.shape[1] <= 25
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, limit), expected)
+    assert "there is no length limit" in torch_paged.explain(model).last_call.reasons
+
+
+def test_forced_token_that_is_none(model, device, accelerate) -> None:
+    ids = prompt(17, 17, device=device)
+    expected = greedy(copy.deepcopy(model), ids, 8, forced_bos_token_id="x")
+    accelerate(model)
+    assert torch.equal(greedy(model, ids, 8, forced_bos_token_id="x"), expected)
 
 
 def test_a_batch_without_rows_ends_as_before(model, device) -> None:

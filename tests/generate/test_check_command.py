@@ -241,6 +241,15 @@ def test_model_that_is_not_there_is_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99"])
+def test_device_that_is_not_there_is_told(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "llama", "--device", device])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"--device: must be a device that torch can use here, got {device}: " in told
+
+
 def test_eager_model_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bart", "--device", "cpu"]) == 2
     out = capsys.readouterr().out

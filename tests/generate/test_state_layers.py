@@ -60,6 +60,17 @@ def test_greedy_batches_equal_hugging_face(models, device, accelerate, lag: int)
         assert_path(fast, "device")
 
 
+def test_mask_of_other_numbers_is_hugging_faces(models, device, accelerate) -> None:
+    """What enters a state is multiplied by the mask, so that 2 is not 1."""
+    plain, fast = models
+    case = ragged(plain, device)
+    case["attention_mask"] = case["attention_mask"] * 2
+    accelerate(fast, on_unsupported="fallback")
+    assert torch.equal(greedy(fast, num_tokens=12, **case), greedy(plain, num_tokens=12, **case))
+    (why,) = torch_paged.explain(fast).last_call.reasons
+    assert why.startswith("a mask of other numbers than 0 and 1")
+
+
 # Shared attention between Mamba layers; layers that are only an MLP; no attention at all.
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h", "mamba2"])
 def test_other_orders_of_layers(model_type: str, device, accelerate) -> None:

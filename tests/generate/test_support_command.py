@@ -109,6 +109,19 @@ def logits_with_a_tie(step: int) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+@pytest.mark.parametrize("name", ["none/rows", "."])
+def test_file_that_cannot_be_written_is_told_before_anything_runs(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / name)
+    with pytest.raises(SystemExit) as ended:
+        main(["support", "--types", "llama", option, path])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert f"argument {option}: must be a file in an existing folder, got {path}" in told.err
+
+
 def test_tokens_count_up_to_a_near_tie() -> None:
     expected = torch.ones(1, 5 + 8, dtype=torch.long)
     got = expected.clone()

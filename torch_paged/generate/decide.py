@@ -116,15 +116,12 @@ def _model_reasons(model: Any, session: Session, method: str) -> list[str]:
 def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
     config, kwargs = call.generation_config, call.model_kwargs
     reasons = []
+    reasons += _shape_reasons(session, call)
     embeds = kwargs.get("inputs_embeds")
-    if embeds is not None and embeds.dim() != 3:
-        reasons.append(f"inputs_embeds of {embeds.dim()} dimensions")
     if not call.input_ids.shape[0]:
         reasons.append("a batch without rows")
     elif not (call.input_ids if embeds is None else embeds).shape[1]:
         reasons.append("prompts without tokens")
-    if call.input_ids.is_floating_point():
-        reasons.append(f"input_ids of {call.input_ids.dtype}")
     if call.synced_gpus:
         reasons.append("synced_gpus")
     if not kwargs.get("use_cache", True):
@@ -165,6 +162,30 @@ def _call_reasons(model: Any, session: Session, call: Call) -> list[str]:
         if name not in understood and value is not None and not _is_empty(value)
     )
     return reasons + [f"model argument {name!r}" for name in extra]
+
+
+def _shape_reasons(session: Session, call: Call) -> list[str]:
+    """Leave to Hugging Face's own errors what its model cannot compute."""
+    ids, reasons = call.input_ids, []
+    embeds = call.model_kwargs.get("inputs_embeds")
+    positions = call.model_kwargs.get("position_ids")
+    if ids.dim() != 2:
+        reasons.append(f"input_ids of {ids.dim()} dimensions")
+    if ids.is_floating_point():
+        reasons.append(f"input_ids of {ids.dtype}")
+    if embeds is not None:
+        size = getattr(session.model.get_input_embeddings(), "embedding_dim", embeds.shape[-1])
+        if embeds.dim() != 3:
+            reasons.append(f"inputs_embeds of {embeds.dim()} dimensions")
+        elif embeds.shape[-1] != size:
+            reasons.append(f"inputs_embeds of {embeds.shape[-1]} values, not {size}")
+        if not embeds.is_floating_point():
+            reasons.append(f"inputs_embeds of {embeds.dtype}")
+    if positions is not None and not isinstance(positions, torch.Tensor):
+        reasons.append(f"position_ids of type {type(positions).__name__}")
+    elif positions is not None and positions.dtype is torch.bool:
+        reasons.append("position_ids of torch.bool")
+    return reasons
 
 
 def _image_reasons(session: Session, call: Call, method: str) -> list[str]:
@@ -224,6 +245,7 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         return [f"the attention mask is {'longer' if longer else 'shorter'} than the prompt"]
     if positions is not None:
         too_short = positions.dim() != 2 or positions.shape[1] < width - past
+        too_short |= positions.shape[0] not in (1, rows)
         if too_short or (not past and positions.shape[1] != width):
             return ["position_ids are not those of the prompt"]
     if why := _position_reasons(session, call, positions, width):
@@ -233,6 +255,9 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
     real = mask != 0
     empty = ~real.any(-1)
     step = session.step
+    if step.keeps_state and ((mask != 0) & (mask != 1)).any():
+        # What enters a state is multiplied by the mask.
+        return ["a mask of other numbers than 0 and 1, and layers with a state"]
     counts_places = step.has_window or step.keeps_state or step.counts_columns
     holes = (
         (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False, device="cpu")
@@ -301,6 +326,6 @@ def _limits(call: Call) -> tuple[int | None, tuple[int, ...] | None]:
             max_length = limit if max_length is None else min(max_length, limit)
         elif type(criterion) is seams.EosTokenCriteria:
             eos = (eos or ()) + tuple(criterion.eos_token_id.reshape(-1).tolist())
-    if max_length is None:
+    if max_length is None or not math.isfinite(max_length):
         return None, eos
     return max(math.ceil(max_length) - call.input_ids.shape[1], 1), eos

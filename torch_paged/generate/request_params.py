@@ -18,7 +18,15 @@ from transformers import GenerationConfig
 from torch_paged.engine.job import OnOutput
 from torch_paged.engine.params import SamplingParams, StopCheck
 from torch_paged.errors import UnsupportedFeatureError
-from torch_paged.generate.values import fraction, integer, plain, seconds, token_ids
+from torch_paged.generate.values import (
+    count,
+    fraction,
+    integer,
+    number,
+    plain,
+    seconds,
+    token_ids,
+)
 from torch_paged.ops.top_logprobs import MAX_TOP_LOGPROBS
 from torch_paged.patches import seams
 
@@ -129,7 +137,7 @@ def resolve_params(
     """
     check_config(generation_config)
     own = {name: overrides[name] for name in OWN_NAMES if name in overrides}
-    fields = {name: plain(value) for name, value in overrides.items() if name not in own}
+    fields = {name: plain(value, name) for name, value in overrides.items() if name not in own}
     max_new = fields.get("max_new_tokens")
     if max_new is not None and integer("max_new_tokens", max_new) >= 1:
         # Often another one in each request; without it, the merged config is one met before.
@@ -149,15 +157,16 @@ def resolve_params(
         "stop_token_ids", own.get("stop_token_ids")
     )
     max_new = max_new or _max_new_tokens(config, prompt_length)
-    min_new = config.min_new_tokens
-    if min_new is None:
-        min_new = (config.min_length or 0) - prompt_length
+    if config.min_new_tokens is None:
+        min_new = count("min_length", config.min_length or 0) - prompt_length
+    else:
+        min_new = count("min_new_tokens", config.min_new_tokens)
     temperature, top_k, top_p, min_p = _sampling(config)
     logprobs, num_tops = _logprobs("logprobs", own)
     prompt_logprobs, num_prompt_tops = _logprobs("prompt_logprobs", own)
     base = dict(
         max_new_tokens=max_new,
-        min_new_tokens=max(integer("min_new_tokens", min_new, None), 0),
+        min_new_tokens=max(min_new, 0),
         eos_ids=tuple(dict.fromkeys(eos)),
         temperature=temperature,
         top_k=top_k,
@@ -171,7 +180,7 @@ def resolve_params(
         prompt_logprobs_start=_scored_from(own, prompt_logprobs, prompt_length),
         prompt_top_logprobs=num_prompt_tops,
     )
-    count = integer("num_return_sequences", config.num_return_sequences or 1, 1)
+    num_sequences = integer("num_return_sequences", config.num_return_sequences or 1, 1)
     seed = own.get("seed")
     seed = draw_seed() if seed is None else integer("seed", seed)
     samples = tuple(
@@ -180,7 +189,7 @@ def resolve_params(
             stop_check=_stop_check(config, own.get("tokenizer")),
             **base,  # type: ignore[arg-type]
         )
-        for i in range(count)
+        for i in range(num_sequences)
     )
     deadline, on_output = own.get("deadline"), own.get("on_output")
     if on_output is not None and not callable(on_output):
@@ -220,16 +229,16 @@ def _refuse_unknown(unknown: dict[str, Any], config: Any) -> None:
 
 def _logprobs(name: str, own: Mapping[str, Any]) -> tuple[bool, int]:
     """Return whether log-probabilities are asked for, and of how many most likely tokens."""
-    value = plain(own.get(name))
+    value = plain(own.get(name), name)
     if value is None or isinstance(value, bool):
         return bool(value), 0
-    number = integer(name, value)
-    if not 0 <= number <= MAX_TOP_LOGPROBS:
+    num_tops = integer(name, value)
+    if not 0 <= num_tops <= MAX_TOP_LOGPROBS:
         raise ValueError(
             f"{name} must be True, or 1 to {MAX_TOP_LOGPROBS} for that many of the most likely "
-            f"tokens as well, got {number}; pass e.g. {name}=5"
+            f"tokens as well, got {num_tops}; pass e.g. {name}=5"
         )
-    return number > 0, number
+    return num_tops > 0, num_tops
 
 
 def _scored_from(own: Mapping[str, Any], is_scored: bool, prompt_length: int) -> int:
@@ -255,32 +264,35 @@ def _max_new_tokens(config: Any, prompt_length: int) -> int:
         return integer("max_new_tokens", config.max_new_tokens, 1)
     if config.max_length is None:
         return _DEFAULT_NEW_TOKENS
-    if config.max_length <= prompt_length:
+    # As in generate(), a fraction of a token is one more.
+    length = number("max_length", config.max_length, 128)
+    if not length > prompt_length:
         raise ValueError(
             f"max_length must exceed the prompt's {prompt_length} tokens, got "
             f"{config.max_length}; pass max_new_tokens instead"
         )
-    return min(config.max_length - prompt_length, _UNLIMITED)
+    return math.ceil(min(length - prompt_length, _UNLIMITED))
 
 
 def _sampling(config: Any) -> tuple[float, int, float, float]:
     """Return temperature, top_k, top_p and min_p, neutral where nothing is filtered."""
     if not config.do_sample:
         return 0.0, 0, 1.0, 0.0
-    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    given = config.temperature
+    temperature = 1.0 if given is None else number("temperature", given, 0.8)
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(
             f"temperature must be a number of at least 0 (0 is greedy), got {temperature}; "
             "pass e.g. 0.8"
         )
-    top_k = integer("top_k", config.top_k or 0, 0)
+    top_k = count("top_k", config.top_k or 0, 0)
     top_p = 1.0 if config.top_p is None else fraction("top_p", config.top_p)
     min_p = 0.0 if config.min_p is None else fraction("min_p", config.min_p)
     return temperature, top_k, top_p, min_p
 
 
 def _penalty(value: Any) -> float:
-    penalty = 1.0 if value is None else float(value)
+    penalty = 1.0 if value is None else number("repetition_penalty", value, 1.1)
     if not penalty > 0:
         raise ValueError(
             f"repetition_penalty must be greater than 0, got {penalty}; 1.0 changes nothing"
@@ -297,7 +309,7 @@ def _suppressed(config: Any, eos: Sequence[int]) -> tuple[int, ...]:
                 "out, or call model.generate() for this request"
             )
         # As transformers: an end token is no bad word.
-        found += [] if list(words)[0] in eos else list(words)
+        found += [word for word in token_ids("bad_words_ids", words) if word not in eos]
     return tuple(found)
 
 
@@ -311,7 +323,7 @@ def _stop_check(config: Any, tokenizer: Any) -> StopCheck | None:
         criterion = seams.StopStringCriteria(tokenizer, config.stop_strings)
         checks.append(_StopStrings(criterion))
     if config.max_time is not None:
-        checks.append(_Time(float(config.max_time)))
+        checks.append(_Time(seconds("max_time", config.max_time)))
     if not checks:
         return None
     return (

@@ -242,7 +242,10 @@ def blueprint(processor: Any, vocab_size: int) -> Blueprint | None:
     if kind not in _BY_IDS:
         return None
     name, transform = _BY_IDS[kind]
-    ids = _ids(getattr(processor, name))
+    try:
+        ids = _ids(getattr(processor, name))
+    except (TypeError, ValueError):
+        return None  # no ids: what transformers makes of it is its own
     if transform is ForcedAt and any(i >= vocab_size for i in ids):
         return None
     return (kind, ids), lambda shape: transform(shape, ids)

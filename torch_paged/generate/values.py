@@ -7,10 +7,25 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
+# More than any vocabulary has and than any sequence can be long; top_k is held in 32 bits.
+_UNREACHED = (1 << 31) - 1
 
-def plain(value: Any) -> Any:
-    """Return scalars and arrays of numpy and torch as numbers and lists."""
-    return value.tolist() if hasattr(value, "tolist") else value
+
+def plain(value: Any, name: str = "value") -> Any:
+    """Return scalars and arrays of numpy and torch as numbers and lists.
+
+    Raises:
+        TypeError: it has no values, as a tensor on the meta device.
+    """
+    if not hasattr(value, "tolist"):
+        return value
+    try:
+        return value.tolist()
+    except NotImplementedError as error:
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} must have values, got a {kind} without ({error}); pass plain numbers"
+        ) from None
 
 
 def integer(name: str, value: Any, minimum: int | None = None) -> int:
@@ -22,19 +37,35 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}; pass e.g. {name}=16")
-    number = operator.index(value)
-    if minimum is not None and number < minimum:
+    given = operator.index(value)
+    if minimum is not None and given < minimum:
         raise ValueError(
-            f"{name} must be at least {minimum}, got {number}; pass e.g. {name}={max(minimum, 16)}"
+            f"{name} must be at least {minimum}, got {given}; pass e.g. {name}={max(minimum, 16)}"
         )
-    return number
+    return given
+
+
+def count(name: str, value: Any, minimum: int | None = None) -> int:
+    """Return an integer as one that the state of a sequence can hold and none reaches."""
+    return min(integer(name, value, minimum), _UNREACHED)
+
+
+def number(name: str, value: Any, example: float) -> float:
+    """Return a number of any library as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a number, got {value!r}; pass e.g. {name}={example}"
+        ) from None
 
 
 def fraction(name: str, value: Any) -> float:
     """Return a number between 0 and 1."""
-    if not 0.0 <= float(value) <= 1.0:
+    share = number(name, value, 0.9)
+    if not 0.0 <= share <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {value}; pass e.g. {name}=0.9")
-    return float(value)
+    return share
 
 
 def seconds(name: str, value: Any) -> float:
@@ -51,8 +82,8 @@ def seconds(name: str, value: Any) -> float:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids given as one, several or a tensor; negative ones mean none."""
-    value = plain(value)
+    """Return token ids given as one, several or a tensor; those of no vocabulary mean none."""
+    value = plain(value, name)
     if value is None:
         return ()
     values = list(value) if isinstance(value, Iterable) else [value]
@@ -60,7 +91,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise TypeError(
             f"{name} must be a token id or several, got {value!r}; pass e.g. {name}=[2]"
         )
-    return tuple(number for v in values if (number := operator.index(v)) >= 0)
+    return tuple(token for v in values if 0 <= (token := operator.index(v)) < _UNREACHED)
 
 
 def hashable(name: str, value: Any) -> Hashable:
@@ -117,7 +148,7 @@ def _items(prompt_ids: Any, name: str) -> list[Any]:
                 f"{name} must be one prompt, [num_tokens], got {list(prompt_ids.shape)}; add "
                 "each prompt with a call of its own, without padding"
             )
-        prompt_ids = prompt_ids.tolist()
+        prompt_ids = plain(prompt_ids, name)
     if not isinstance(prompt_ids, Iterable):
         raise TypeError(
             f"{told} {prompt_ids!r} of type {type(prompt_ids).__name__}; pass a list, e.g. "
@@ -135,14 +166,17 @@ def batch_list(inputs: Any, model: Any) -> list[list[int]]:
         raise TypeError(f"{expected} a {type(inputs).__name__}; pass its input_ids, unpadded")
     if not isinstance(inputs, Iterable):
         raise TypeError(f"{expected} {inputs!r}; pass e.g. tokenizer(texts).input_ids")
-    return [prompt_list(ids, model, f"inputs[{i}]") for i, ids in enumerate(plain(inputs))]
+    prompts = enumerate(plain(inputs, "inputs"))
+    return [prompt_list(ids, model, f"inputs[{i}]") for i, ids in prompts]
 
 
 __all__ = [
     "batch_list",
+    "count",
     "fraction",
     "hashable",
     "integer",
+    "number",
     "plain",
     "prompt_list",
     "seconds",

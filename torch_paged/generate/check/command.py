@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="a folder, a name on the hub, or a model type, built tiny"
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--device", type=_device, help="default: cuda where there is one, else cpu"
+    )
     parser.add_argument(
         "--tokens",
         type=_count,
@@ -58,6 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     if found.tier == "eager":
         return 2
     return 0 if found.agrees else 1
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(
+            f"must be a device that torch can use here, got {text}: {why}"
+        ) from None
+    return text
 
 
 def _count(text: str) -> int:

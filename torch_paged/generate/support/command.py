@@ -25,8 +25,8 @@ from torch_paged.generate.support.table import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="only these model types")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a page of docs")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--markdown", type=_file, metavar="FILE", help="also write a page of docs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,6 +65,14 @@ def compare_types(names: Sequence[str], device: str) -> list[Row]:
     finally:
         transformers.logging.set_verbosity(before)
     return rows
+
+
+def _file(text: str) -> Path:
+    """Return a path that can be written to: the table takes minutes to make."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text}")
+    return path
 
 
 def _versions(device: str) -> Mapping[str, str]:
