@@ -207,7 +207,7 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with torch_paged.Engine(
         model,
-        max_num_seqs=max(settings.max_num_seqs, *settings.streams),
+        max_num_seqs=max([settings.max_num_seqs, *settings.streams]),
         max_num_batched_tokens=settings.max_num_batched_tokens,
         on_unsupported="raise",
     ) as engine:

@@ -279,6 +279,18 @@ def test_one_tile_of_weights_is_left_to_shapes_that_it_covers(
         assert isinstance(choose_config(H200, problem, torch.bfloat16, True), kind)
 
 
+def test_one_tile_of_weights_is_left_to_rows_beside_which_it_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tall = ("ahead_gemm", 64, 1024, 8, 1)
+    entries = {(32, 4096, 1024, False): tall, (64, 4096, 1024, False): tall}
+    monkeypatch.setattr(configs, "TABLE", {H200: entries})
+    for num_tokens, kind in ((20, AheadGemmConfig), (32, AheadGemmConfig), (40, TileGemmConfig)):
+        configs._measured.cache_clear()
+        problem = Problem(num_tokens, 4096, 1024, False)
+        assert isinstance(choose_config(H200, problem, torch.bfloat16, True), kind)
+
+
 def test_past_64_rows_what_tile_copies_cannot_read_is_left_to_torch() -> None:
     assert configs.without_copies(H200, Problem(65, 4096, 1024, False), True) == Composed()
 

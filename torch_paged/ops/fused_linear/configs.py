@@ -11,9 +11,11 @@ import torch
 
 from torch_paged.ops.fused_linear.table import TABLE
 from torch_paged.ops.fused_linear.wide_config import (
+    SHARED_BYTES,
     AheadGemmConfig,
     WideGemmConfig,
     ranked_configs,
+    stage_bytes,
 )
 from torch_paged.ops.triton_compat import INTERPRETED, device_capability
 
@@ -275,7 +277,12 @@ def _reaches(config: Config, problem: Problem) -> bool:
     if isinstance(config, AheadGemmConfig):
         # Where the sums of so many rows are split there are counters for them.
         counted = config.splits == 1 or 2 * problem.num_rows <= config.rows * NUM_COUNTERS
-        return counted and problem.in_features <= config.block_k * config.splits
+        tokens = max(1 << (problem.num_tokens - 1).bit_length(), 16)
+        streams = 2 if problem.gated else 1
+        tile = stage_bytes(config.rows * streams, tokens, config.block_k)
+        if not counted or tile > SHARED_BYTES:
+            return False
+        return problem.in_features <= config.block_k * config.splits
     if not isinstance(config, TileGemmConfig) or config.block_k < ONE_TILE_BLOCK_K:
         return True
     return problem.in_features <= config.block_k * config.splits
