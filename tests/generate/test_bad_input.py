@@ -262,10 +262,6 @@ NO_PROMPTS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = 
         "input_ids": ids,
         "position_ids": ids > 0,
     },
-    "a mask of ones of other rows": lambda ids, embeds: {
-        "input_ids": ids.repeat(2, 1),
-        "attention_mask": ids.new_ones(3, 17),
-    },
 }
 
 
