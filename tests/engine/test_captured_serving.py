@@ -169,3 +169,31 @@ def test_scored_logits_that_would_fill_the_pool_are_not_captured(
                 engine.add_request(ids, max_new_tokens=1, prompt_logprobs=1)
                 run_checked(engine)
     assert {key[2] for key in graphs.code if key[0] == "serve prefill"} == {32}
+
+
+@pytest.mark.parametrize("most", [3, 12])
+def test_steps_past_the_last_bucket_are_captured_where_launches_take_longer(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets as those of 8,192 tokens, scaled down: many chunks, rows padded to one size."""
+    graphs_of = "torch_paged.engine.prompt_graphs."
+    monkeypatch.setattr(graphs_of + "_TOKEN_BUCKETS", (8, 16))
+    monkeypatch.setattr(graphs_of + "_LARGE_TOKEN_BUCKETS", (32, 48, 64, 80))
+    monkeypatch.setattr(graphs_of + "_CHUNKS", ((16, 2), (80, 9)))
+    monkeypatch.setattr(graphs_of + "_LARGE_DECODING", 8)
+    answers, graphs = Answers(small_model()), ReplayingGraphs()
+    with make_engine(small_model(), max_num_seqs=most, max_num_batched_tokens=80) as engine:
+        core = core_of(engine)
+        monkeypatch.setattr(graphs_of + "_LARGE_FLOPS", 64.0 * core.step.layer_flops)
+        capture(core, graphs, (most,))
+        for wave in range(4):
+            lengths = [5 + (7 * i + wave) % 23 for i in range(12)]
+            for i, length in enumerate(lengths):
+                engine.add_request(ids_of(length, i), max_new_tokens=4 + i, request_id=(wave, i))
+            outputs = run_checked(engine)
+            for i, length in enumerate(lengths):
+                assert outputs[wave, i].token_ids == answers(ids_of(length, i), 4 + i)
+    sizes = {key[2:4] for key in graphs.code if key[0] == "serve prefill"}
+    assert {tokens for tokens, _ in sizes} & {32, 48, 64}
+    assert 80 not in {tokens for tokens, _ in sizes}
+    assert {rows for tokens, rows in sizes if tokens > 16} <= {0, min(most, 8), most}

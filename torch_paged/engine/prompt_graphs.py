@@ -37,18 +37,26 @@ from torch_paged.engine.top_log import top_size
 from torch_paged.graphs.buckets import pick_bucket
 from torch_paged.graphs.capture import GraphCache
 
-# Of the chunks' tokens. Past the last bucket the device is busy for longer than the launches take,
-# and activations of that size should not stay in the graphs' pool.
+# Of the chunks' tokens.
 _TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536)
 _TOKEN_BUCKETS = (*_TOKENS, 1792, 2048)
-# Chunks in every size of step: admissions come in ones and twos, and a graph costs a capture.
-_CHUNKS = 8
+# Steps of more tokens are captured where the launches take longer than the device. The host takes
+# up to 2 ms a layer: on an H200 the prompts of `benchmarks.ragged`, 8,192 tokens a step op by op,
+# left the device idle for 490 of 2,774 ms at 0.6B and for 50 of 7,245 ms at 8B. So many operations
+# in a layer are 2.5 ms of it. Past that, activations should not stay in the graphs' pool either.
+_LARGE_TOKEN_BUCKETS = tuple(range(2560, 8193, 512))
+_LARGE_FLOPS = 1.5e12
+# Chunks that a step has room for, by its tokens: few where admissions come in ones and twos, as a
+# row of logits is made for each.
+_CHUNKS = ((512, 8), (2048, 30), (max(_LARGE_TOKEN_BUCKETS), 126))
 # Few sizes of decoding rows, since each comes with every size of chunks.
 _DECODING_BUCKETS = (8, 16, 32, 64, 128, 256)
+_LARGE_DECODING = 256
 # A graph saves launches, which take the host some 0.3 ms a layer and are behind the device's back
 # most of the time; its padding takes the device time. So many operations of padding in a layer,
-# 0.05 ms of an H200, are worth a graph.
+# 0.05 ms of an H200, are worth a graph; so many where the device would wait for launches.
 _PADDING_FLOPS = 3e10
+_LARGE_PADDING_FLOPS = 1e11
 # Logits of scored tokens stay in the graphs' pool: 256 tokens at 128k words in bfloat16.
 _SCORED_BYTES = 64 << 20
 
@@ -101,6 +109,10 @@ class _Size(NamedTuple):
     decoding: int
     tops: int
 
+    @property
+    def chunks(self) -> int:
+        return next(chunks for tokens, chunks in _CHUNKS if self.tokens <= tokens)
+
 
 class _Static(NamedTuple):
     """What a graph reads; `ends` are the slots of decoding rows, then of chunks that end."""
@@ -124,9 +136,13 @@ class PromptGraphs:
         self._step = step
         self._state = state
         self._graphs = graphs
+        flops = max(step.layer_flops, 1.0)
         most = state.max_num_seqs
         self._decoding_buckets = (*(n for n in _DECODING_BUCKETS if n < most), most)
-        self._max_padding = _PADDING_FLOPS / max(step.layer_flops, 1.0)
+        large = [n for n in _LARGE_TOKEN_BUCKETS if n * flops <= _LARGE_FLOPS]
+        self._token_buckets = (*_TOKEN_BUCKETS, *(large if step.layer_flops else ()))
+        self._max_padding = _PADDING_FLOPS / flops
+        self._max_large_padding = _LARGE_PADDING_FLOPS / flops
         self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
         self._static: dict[_Size, _Static] = {}
         self._met: set[_Size] = set()
@@ -200,20 +216,25 @@ class PromptGraphs:
             return None
         decoding = 0 if inputs.decoding is None else inputs.decoding.shape[0]
         num_tokens = inputs.ids.shape[0] - decoding
-        tokens = pick_bucket(num_tokens, _TOKEN_BUCKETS)
-        if tokens is None or inputs.slots.shape[0] - (decoding > 0) > _CHUNKS:
+        tokens = pick_bucket(num_tokens, self._token_buckets)
+        if tokens is None or (score is not None and tokens > self._max_scored):
             return None
-        rows = pick_bucket(decoding, self._decoding_buckets) if decoding else 0
-        if rows is None or tokens - num_tokens + rows - decoding > self._max_padding:
+        is_large = tokens > _TOKEN_BUCKETS[-1]
+        # Next to so many tokens, rows of padding cost little.
+        least = min(_LARGE_DECODING if is_large else 0, self._decoding_buckets[-1])
+        rows = pick_bucket(max(decoding, least), self._decoding_buckets) if decoding else 0
+        if rows is None:
             return None
-        if score is not None and tokens > self._max_scored:
+        padding = tokens - num_tokens + rows - decoding
+        if padding > (self._max_large_padding if is_large else self._max_padding):
             return None
-        return _Size(tokens, rows, -1 if score is None else top_size(score.count))
+        size = _Size(tokens, rows, -1 if score is None else top_size(score.count))
+        return size if inputs.slots.shape[0] - (decoding > 0) <= size.chunks else None
 
 
 def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: bool) -> _Static:
     hole = int(size.decoding > 0)
-    num_tokens, num_rows = size.decoding + size.tokens, size.decoding + _CHUNKS
+    num_tokens, num_rows = size.decoding + size.tokens, size.decoding + size.chunks
     num_scored = size.tokens if size.tops >= 0 else 0
 
     def full(count: int, dtype: torch.dtype, value: int = 0) -> Tensor:
@@ -224,10 +245,10 @@ def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: 
         last_index = full(num_rows + num_scored, torch.int64)
         last_index[: size.decoding] = torch.arange(size.decoding, device=device)
         inputs = StepInputs(
-            slots=full(hole + _CHUNKS, torch.int32, -1),
+            slots=full(hole + size.chunks, torch.int32, -1),
             ids=full(num_tokens, torch.int64),
             positions=full(num_tokens, torch.int32),
-            cu_seqlens=full(hole + _CHUNKS + 1, torch.int32),
+            cu_seqlens=full(hole + size.chunks + 1, torch.int32),
             slot_mappings=tuple(full(num_tokens, torch.int64, -1) for _ in range(num_tables)),
             last_index=last_index,
             max_query_len=size.tokens,
@@ -258,7 +279,7 @@ def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
         _put(into.spans[size.decoding :], inputs.spans[count:], 1)
     _put(into.slots[hole:], inputs.slots[hole:], -1)
     last = inputs.last_index[count:] + shift
-    num_rows, stop = inputs.slots.shape[0] - hole, size.decoding + _CHUNKS
+    num_rows, stop = inputs.slots.shape[0] - hole, size.decoding + size.chunks
     _put(into.last_index[size.decoding : stop], last[:num_rows], 0)
     _put(into.last_index[stop:], last[num_rows:], 0)
     # Padding rows are empty: they begin and end where the last real one ends.

@@ -72,6 +72,10 @@ def _launch_fused_linear(
             served = num_rows <= MAX_FEATURES and tma_serves((x, *weights))
             config = config if served else without_copies(key, problem, can_split)
     if isinstance(config, Composed):
+        if downs is not None and x.numel():
+            # The same first half, to the bit, as of callers that run it apart.
+            lora_x = launch_shrink(x, downs, norm_weight, norm, eps, norm_offset, cast_before_gain)
+            downs = None
         return fused_linear_reference(
             x,
             weights,
