@@ -197,3 +197,16 @@ def test_steps_past_the_last_bucket_are_captured_where_launches_take_longer(
     assert {tokens for tokens, _ in sizes} & {32, 48, 64}
     assert 80 not in {tokens for tokens, _ in sizes}
     assert {rows for tokens, rows in sizes if tokens > 16} <= {0, min(most, 8), most}
+
+
+def test_a_new_shape_runs_in_a_larger_graph_that_is_there() -> None:
+    answers, graphs = Answers(small_model()), ReplayingGraphs()
+    with make_engine(small_model(), max_num_seqs=4) as engine:
+        capture(core_of(engine), graphs, (1, 2, 4))
+        for i, length in enumerate((90, 91, 92, 20, 21)):
+            before = set(graphs.code), graphs.num_replays
+            engine.add_request(ids_of(length, i), max_new_tokens=1, request_id=i)
+            assert run_checked(engine)[i].token_ids == answers(ids_of(length, i), 1)
+            new = {key[2] for key in set(graphs.code) - before[0]}
+            assert new == {1: {96}, 4: {32}}.get(i, set())
+            assert graphs.num_replays - before[1] == (i > 0)

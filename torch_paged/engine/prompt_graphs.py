@@ -23,7 +23,8 @@ costs more than it saves (8B: 8,529 tokens a second with 512, 9,064 with 8,192).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -126,8 +127,8 @@ class PromptGraphs:
     """Runs a step in the next larger bucket of chunk tokens and of decoding rows.
 
     A bucket is captured when it is met for the second time: a shape that comes once is not worth
-    a capture. Padding tokens belong to no row and are written nowhere; what is computed for them
-    stays in their own rows of the activations.
+    a capture, and runs in a larger one that is there. Padding tokens belong to no row and are
+    written nowhere; what is computed for them stays in their own rows of the activations.
     """
 
     def __init__(
@@ -150,11 +151,13 @@ class PromptGraphs:
 
     def run(self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None) -> bool:
         """Run a step; False where it has no graph: then nothing was done."""
-        size = self._size(inputs, score)
-        if size is None:
-            return False
-        if size not in self._met:
+        sizes = self._sizes(inputs, score)
+        size = next(sizes, None)
+        tail = None if end is None else end.tail
+        if size is not None and size not in self._met:
             self._met.add(size)
+            size = next((n for n in sizes if self._key(n, tail) in self._graphs), None)
+        if size is None:
             return False
         static = self._static.get(size)
         if static is None:
@@ -162,8 +165,7 @@ class PromptGraphs:
             has_spans = inputs.spans is not None
             static = _make_static(size, num_tables, self._state.device, has_spans)
             self._static[size] = static
-        tail = None if end is None else end.tail
-        key = ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
+        key = self._key(size, tail)
         if not self._has_graph(key, static, size, tail):
             return False
         _load(static, inputs, size)
@@ -177,6 +179,9 @@ class PromptGraphs:
             # The next replay writes there.
             score.take(words[: score.targets.shape[0]].clone())
         return True
+
+    def _key(self, size: _Size, tail: Tail | None) -> Hashable:
+        return ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
 
     def _has_graph(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
         if key in self._refused:
@@ -211,25 +216,28 @@ class PromptGraphs:
             mapping.fill_(-1)
         return self._graphs.prepare("a prefill", key, whole_step, warmup=whole_step)
 
-    def _size(self, inputs: StepInputs, score: Score | None) -> _Size | None:
+    def _sizes(self, inputs: StepInputs, score: Score | None) -> Iterator[_Size]:
+        """Yield what has room for a step, ascending, as long as a graph is worth the padding."""
         if inputs.ids is None:
-            return None
+            return
         decoding = 0 if inputs.decoding is None else inputs.decoding.shape[0]
         num_tokens = inputs.ids.shape[0] - decoding
-        tokens = pick_bucket(num_tokens, self._token_buckets)
-        if tokens is None or (score is not None and tokens > self._max_scored):
-            return None
-        is_large = tokens > _TOKEN_BUCKETS[-1]
-        # Next to so many tokens, rows of padding cost little.
-        least = min(_LARGE_DECODING if is_large else 0, self._decoding_buckets[-1])
-        rows = pick_bucket(max(decoding, least), self._decoding_buckets) if decoding else 0
-        if rows is None:
-            return None
-        padding = tokens - num_tokens + rows - decoding
-        if padding > (self._max_large_padding if is_large else self._max_padding):
-            return None
-        size = _Size(tokens, rows, -1 if score is None else top_size(score.count))
-        return size if inputs.slots.shape[0] - (decoding > 0) <= size.chunks else None
+        num_chunks = inputs.slots.shape[0] - (decoding > 0)
+        tops = -1 if score is None else top_size(score.count)
+        most_rows = self._decoding_buckets[-1]
+        for tokens in self._token_buckets[bisect_left(self._token_buckets, num_tokens) :]:
+            is_large = tokens > _TOKEN_BUCKETS[-1]
+            # Next to so many tokens, rows of padding cost little.
+            least = min(_LARGE_DECODING, most_rows) if is_large else decoding
+            rows = pick_bucket(max(decoding, least), self._decoding_buckets) if decoding else 0
+            limit = self._max_large_padding if is_large else self._max_padding
+            if rows is None or tokens - num_tokens + rows - decoding > limit:
+                return
+            if score is not None and tokens > self._max_scored:
+                return
+            size = _Size(tokens, rows, tops)
+            if num_chunks <= size.chunks:
+                yield size
 
 
 def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: bool) -> _Static:
