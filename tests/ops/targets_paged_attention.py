@@ -50,6 +50,7 @@ def _decode(
     rows = []
     for name, capabilities, tile_bytes, warps, stages, prefetch in (
         ("short", (90, 100), 65536, 8, 1, 0),
+        ("short_wide", (90, 100), 16384, 8, 1, 0),
         ("few", (90, 100), 32768, 8, 3, 256),
         ("several", (90, 100), 32768, 8, 2, 0),
         ("many", (90, 100), 8192, 4, 3, 0),
@@ -60,9 +61,12 @@ def _decode(
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
+        if name == "short_wide" and (head_dim <= 192 or element_size != 2):
+            continue
         if name == "many" and head_dim > 128:
             tile_bytes = 16384
-        early = ("short", "several") if element_size == 2 and head_dim <= 192 else ()
+        early = name in ("short", "several") and element_size == 2 and head_dim <= 192
+        early = early or name == "short_wide"
         power = 1 << (group - 1).bit_length()
         block_m, block_d, block_dv = max(16, power), _power(head_dim), _power(v)
         num_warps = warps if block_m < 64 else 8
@@ -97,7 +101,7 @@ def _decode(
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
-            "EARLY": name in early and constants.get("FUSED", True),
+            "EARLY": early and constants.get("FUSED", True),
             "HEADS_FIRST": name == "many",
             "PREFETCH": prefetch,
             "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),

@@ -117,8 +117,9 @@ def test_shrink_matches_the_oracle(
     within(got, want, shrink_reference(x, downs, gain, **options), dtype)
 
 
-@pytest.mark.parametrize("in_features", [1, 33, 575, 2049])
-@pytest.mark.parametrize("num_tokens", [1, 5])
+# Past 4,096 features programs have more warps; past 99 of them two outputs share one.
+@pytest.mark.parametrize("in_features", [1, 33, 575, 2049, 4360])
+@pytest.mark.parametrize("num_tokens", [1, 5, 83])
 def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> None:
     x = randn(num_tokens, in_features + 3, dtype=torch.bfloat16)[:, 1:-2]
     downs = [randn(5, in_features, dtype=torch.float32)]
