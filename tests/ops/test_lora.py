@@ -117,7 +117,7 @@ def test_shrink_matches_the_oracle(
     within(got, want, shrink_reference(x, downs, gain, **options), dtype)
 
 
-# Past 4,096 features programs have more warps; past 99 of them two outputs share one.
+# Past 4,096 features programs have more warps.
 @pytest.mark.parametrize("in_features", [1, 33, 575, 2049, 4360])
 @pytest.mark.parametrize("num_tokens", [1, 5, 83])
 def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> None:
@@ -140,6 +140,8 @@ def test_more_outputs_than_programs_share_their_rows() -> None:
     downs = [randn(40, 96, dtype=torch.bfloat16), randn(33, 96, dtype=torch.bfloat16, seed=1)]
     config = choose_shrink_config(4, 6, 73, 3)
     assert config.rows == 2
+    assert choose_shrink_config(4, 6, 2, 9).rows == 1
+    assert choose_shrink_config(4, 6, 2, 9, overlaps=True).rows == 2
     got = launch_shrink(x, downs, config=config)
     want = torch.cat([x.double() @ d.double().T for d in downs], dim=-1)
     within(got, want, shrink_reference(x, downs), torch.bfloat16)
