@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import ops_linear, shapes
-from benchmarks.ops_attention import SHAPES, DecodeCase, PrefillCase
+from benchmarks.attention_cases import SHAPES, DecodeCase, PrefillCase
 from benchmarks.ops_linear_cases import BF16, MODELS, Layer
 from benchmarks.parity import WrongResult
 from benchmarks.timing import default_device

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.attention_cases import BF16, BLOCK_SIZE, COLD_BYTES, MAX_TOKENS, graph_us
 from benchmarks.ceiling import read_tbps
-from benchmarks.ops_attention import BF16, BLOCK_SIZE, COLD_BYTES, MAX_TOKENS, graph_us
 from benchmarks.timing import default_device
 from torch_paged.ops.latent_attention.config import DecodeConfig, PrefillConfig
 from torch_paged.ops.latent_attention.decode import _launch_latent_decode_attention

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.attention_cases import DecodeCase
 from benchmarks.ceiling import read_tbps
-from benchmarks.ops_attention import DecodeCase
 from benchmarks.ops_linear_cases import BF16, HEADS, MODELS, Layer, Model, candidates, chosen
 from benchmarks.parity import WrongResult
 from benchmarks.timing import default_device, graph_ms

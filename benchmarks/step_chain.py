@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.attention_cases import DecodeCase
 from benchmarks.ceiling import read_tbps
-from benchmarks.ops_attention import DecodeCase
 from benchmarks.ops_linear import chain_bytes, time_chain
 from benchmarks.ops_linear_cases import HEADS, MODELS, Model, chosen
 from torch_paged.ops.paged_attention.config import DecodeConfig, decode_config
