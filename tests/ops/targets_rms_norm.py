@@ -8,7 +8,7 @@ _FLOATS = {"eps": "fp32", "offset": "fp32"}
 
 TARGETS = [
     Target(
-        "rms_norm:_rms_norm_kernel",
+        "rms_norm.kernel:_rms_norm_kernel",
         label="hidden4096",
         types={**_FLOATS, "width": "i32:16"},
         constants={
@@ -24,7 +24,7 @@ TARGETS = [
         hot=True,
     ),
     Target(
-        "rms_norm:_rms_norm_kernel",
+        "rms_norm.kernel:_rms_norm_kernel",
         label="hidden2560-then-add",
         types={**_FLOATS, "width": "i32:16"},
         constants={
@@ -40,7 +40,7 @@ TARGETS = [
         hot=True,
     ),
     Target(
-        "rms_norm:_rms_norm_kernel",
+        "rms_norm.kernel:_rms_norm_kernel",
         label="hidden16384-fp32",
         types={
             **_FLOATS,

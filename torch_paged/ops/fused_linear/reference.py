@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged.ops.glu import activation_reference, glu_reference
-from torch_paged.ops.rms_norm import rms_norm_reference
+from torch_paged.ops.rms_norm.reference import rms_norm_reference
 
 
 def fused_linear_reference(

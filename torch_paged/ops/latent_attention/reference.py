@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_paged.ops.rms_norm import rms_norm_reference
+from torch_paged.ops.rms_norm.reference import rms_norm_reference
 
 # Scores of one chunk of queries: 16 Mi floats, so that long prompts stay near cache sizes.
 _MAX_SCORE_ELEMENTS = 1 << 24

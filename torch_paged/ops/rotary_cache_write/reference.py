@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_paged.ops.rms_norm import rms_norm_reference
+from torch_paged.ops.rms_norm.reference import rms_norm_reference
 
 # Up to this many tokens are copied one by one: cheaper than an indexed write.
 _FEW_TOKENS = 2
