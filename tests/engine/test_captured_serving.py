@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torch_paged.engine.output import RequestOutput
 
@@ -63,6 +64,29 @@ def test_what_cannot_be_captured_is_launched_op_by_op(refused: list[str]) -> Non
     graphs = ReplayingGraphs(refused)
     serve((1, 2, 4), 64, graphs)
     assert (graphs.num_replays == 0) == (refused == KINDS)
+
+
+@pytest.mark.parametrize("refused", KINDS)
+def test_a_step_runs_op_by_op_where_its_capture_takes_more_memory_than_is_left(
+    refused: str,
+) -> None:
+    class FullGraphs(ReplayingGraphs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attempts: list[Any] = []
+
+        def prepare(self, kind: str, key: Any, fn: Any, *, warmup: Any = None) -> bool:
+            if kind != refused or key in self.code:
+                return super().prepare(kind, key, fn, warmup=warmup)
+            self.attempts.append(key)
+            raise torch.OutOfMemoryError("CUDA out of memory in a capture")
+
+    graphs = FullGraphs()
+    serve((1, 2, 4), 64, graphs)  # every answer is there
+    kinds = {"a decode step": "serve", "a prefill": "serve prefill"}
+    assert {key[0] for key in graphs.attempts} == {kinds.pop(refused)}
+    assert len(set(graphs.attempts)) == len(graphs.attempts), "nothing is tried twice"
+    assert {key[0] for key in graphs.code} == set(kinds.values())
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
