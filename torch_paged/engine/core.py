@@ -170,11 +170,10 @@ class EngineCore:
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
-        """Batch sizes for which a step is captured; the state has a slot for each of their rows."""
-        most = self.state.max_num_seqs  # may be less than in the config, where rows are large
-        return tuple(n for n in self.config.batch_buckets or () if n <= most) or default_buckets(
-            most
-        )
+        """Batch sizes for which a step is captured, none above the slots of the state."""
+        most = self.state.max_num_seqs  # less than in the config where rows are large
+        sizes = tuple(n for n in self.config.batch_buckets or () if n <= most)
+        return sizes or default_buckets(most)
 
     def prepare(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
         """Make state and pool large enough for a batch, and notice moved weights.
