@@ -47,8 +47,8 @@ class ReplayingGraphs:
         self.static.clear()
 
 
-def capture(core: Any, graphs: ReplayingGraphs, buckets: tuple[int, ...]) -> None:
-    """Let the steps of a core be captured."""
+def capture(core: Any, graphs: ReplayingGraphs, buckets: tuple[int, ...] | None = None) -> None:
+    """Let the steps of a core be captured, by default in the sizes that it would take itself."""
     made: dict[int, CapturedRunner] = {}
     eager = core.runner
 
@@ -58,7 +58,8 @@ def capture(core: Any, graphs: ReplayingGraphs, buckets: tuple[int, ...]) -> Non
         if id(state) not in made:
             graphs.clear()
             made.clear()
-            made[id(state)] = CapturedRunner(core.step, state, graphs, buckets)  # type: ignore[arg-type]
+            sizes = buckets or core.batch_buckets
+            made[id(state)] = CapturedRunner(core.step, state, graphs, sizes)  # type: ignore[arg-type]
         return made[id(state)]
 
     core.runner = captured

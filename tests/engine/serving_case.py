@@ -19,7 +19,7 @@ from torch_paged.generate.registry import find_session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import prompt, smallest_gap, tape_model, tiny  # noqa: E402, F401
+from models import byte_tokenizer, prompt, smallest_gap, tape_model, tiny  # noqa: E402, F401
 
 # Both sides compute in float32 and differ by a few 1e-6.
 NEAR_TIE = 1e-4

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from torch_paged.engine import prompt_graphs
 from torch_paged.engine.output import RequestOutput
 
 sys.path.append(str(Path(__file__).parent))
@@ -63,6 +65,48 @@ def test_what_cannot_be_captured_is_launched_op_by_op(refused: list[str]) -> Non
     graphs = ReplayingGraphs(refused)
     serve((1, 2, 4), 64, graphs)
     assert (graphs.num_replays == 0) == (refused == KINDS)
+
+
+@pytest.mark.parametrize("refused", KINDS)
+def test_a_step_runs_op_by_op_where_its_capture_takes_more_memory_than_is_left(
+    refused: str,
+) -> None:
+    class FullGraphs(ReplayingGraphs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attempts: list[Any] = []
+
+        def prepare(self, kind: str, key: Any, fn: Any, *, warmup: Any = None) -> bool:
+            if kind != refused or key in self.code:
+                return super().prepare(kind, key, fn, warmup=warmup)
+            self.attempts.append(key)
+            raise torch.OutOfMemoryError("CUDA out of memory in a capture")
+
+    graphs = FullGraphs()
+    serve((1, 2, 4), 64, graphs)  # every answer is there
+    kinds = {"a decode step": "serve", "a prefill": "serve prefill"}
+    assert {key[0] for key in graphs.attempts} == {kinds.pop(refused)}
+    assert len(set(graphs.attempts)) == len(graphs.attempts), "nothing is tried twice"
+    assert {key[0] for key in graphs.code} == set(kinds.values())
+
+
+def test_a_prompt_runs_op_by_op_where_the_inputs_of_a_graph_have_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: list[Any] = []
+
+    def full(size: Any, *args: Any) -> None:
+        failures.append(size)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(prompt_graphs, "_make_static", full)
+    answers = Answers(small_model())
+    with make_engine(small_model(), max_num_seqs=4) as engine:
+        capture(core_of(engine), ReplayingGraphs())
+        for i in range(4):
+            engine.add_request(ids_of(20 + i, i), max_new_tokens=2, request_id=i)
+            assert run_checked(engine)[i].token_ids == answers(ids_of(20 + i, i), 2)
+    assert len(failures) == 1, "nothing is tried twice"
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])

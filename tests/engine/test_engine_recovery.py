@@ -13,6 +13,7 @@ import torch
 
 import torch_paged
 from torch_paged.errors import TorchPagedError
+from torch_paged.generate import request_params
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -416,3 +417,30 @@ def test_a_callback_may_close_the_engine(answers: Answers, at: int) -> None:
     assert heard[-1].finish_reason == ("length" if at == 6 else "cancelled")
     for i, output in outputs.items():
         assert output.token_ids == answers(ids, 6 + i)[: len(output.token_ids)]
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_a_check_that_an_interrupt_breaks_off_is_made_again(
+    lag: int, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ids_of(9, 9)
+    expected = answers(ids, 12)
+    stops_at = expected[4]
+    broken = []
+
+    def stops(prompt: Any, output: Any) -> bool:
+        if output[-1] == stops_at and not broken:
+            broken.append(len(output))
+            raise KeyboardInterrupt
+        return bool(output[-1] == stops_at)
+
+    monkeypatch.setattr(request_params, "_stop_check", lambda *_: stops)
+    with make_engine(small_model(), lag=lag) as engine:
+        engine.add_request(ids, max_new_tokens=12, request_id="a")
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        out = run_checked(engine)["a"]
+        assert_all_free(engine)
+    count = expected.index(stops_at) + 1
+    assert broken == [count] and out.finish_reason == "stop"
+    assert out.token_ids == expected[:count]

@@ -168,3 +168,18 @@ def test_prefix_is_found_after_its_request_gave_blocks_back(name: str) -> None:
         request_id = engine.add_request(longer, max_new_tokens=20)
         assert list(engine.run()[request_id].token_ids) == tokens[3:23]
         assert sum(seen) == 3, "of 51 tokens 48 are found"
+
+
+@pytest.mark.parametrize("num_blocks", [100, 106, 112])
+def test_blocks_of_many_steps_are_given_ahead_only_where_all_tables_get_theirs(
+    num_blocks: int,
+) -> None:
+    with make_engine(HYBRID, block_size=SIZE, num_blocks=num_blocks, max_num_seqs=4) as engine:
+        core = core_of(engine)
+        core.pool.grow(num_blocks)
+        core.allocator.grow(num_blocks)
+        for seed in range(4):
+            engine.add_request(ids_of(9, seed, VOCAB), max_new_tokens=140, request_id=seed)
+        ends = {out.finish_reason for out in engine.run().values()}
+        assert ends == {"length"} and engine.num_preemptions == 0
+        assert_all_free(engine)

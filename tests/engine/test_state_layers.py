@@ -15,6 +15,7 @@ from torch_paged.generate.support.zoo import tiny_model
 
 sys.path.append(str(Path(__file__).parent))
 
+from replaying_graphs import ReplayingGraphs, capture  # noqa: E402
 from serving_case import Answers, core_of, ids_of, make_engine, run_checked  # noqa: E402
 
 
@@ -84,3 +85,25 @@ def test_prompts_are_scored() -> None:
         name = engine.add_request(ids, max_new_tokens=3, prompt_logprobs=True)
         output = run_checked(engine)[name]
     assert output.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("asked", [(1, 8), (8,)], ids=str)
+def test_no_step_is_captured_for_more_rows_than_the_state_has_slots(
+    asked: tuple[int, ...],
+) -> None:
+    """The state has as many slots as rows have run at a time, the config allows more."""
+    graphs = ReplayingGraphs()
+    ids = torch.tensor([prompt_of("lfm2", 12, seed) for seed in (1, 2)])
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    with make_engine(model_of("lfm2"), max_num_seqs=8, batch_buckets=asked) as engine:
+        capture(core_of(engine), graphs)
+        out = engine._target.generate(ids, **kwargs)
+        assert core_of(engine).state.max_num_seqs == 2
+        for i in range(6):
+            engine.add_request(prompt_of("lfm2", 12, i), max_new_tokens=6, request_id=i)
+        outputs = run_checked(engine)
+        assert core_of(engine).batch_buckets == asked
+    assert graphs.num_replays > 6
+    assert torch.equal(out, model_of("lfm2").generate(ids, **kwargs))
+    for i in range(6):
+        assert outputs[i].token_ids == answers_of("lfm2")(prompt_of("lfm2", 12, i), 6)

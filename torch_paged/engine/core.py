@@ -168,6 +168,13 @@ class EngineCore:
     def device(self) -> torch.device:
         return self.step.device
 
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        """Batch sizes for which a step is captured, none above the slots of the state."""
+        most = self.state.max_num_seqs  # less than in the config where rows are large
+        sizes = tuple(n for n in self.config.batch_buckets or () if n <= most)
+        return sizes or default_buckets(most)
+
     def prepare(self, num_seqs: int, max_tokens: int, num_eos_ids: int) -> None:
         """Make state and pool large enough for a batch, and notice moved weights.
 
@@ -254,8 +261,7 @@ class EngineCore:
         if captured and not isinstance(self._runner, CapturedRunner):
             if self._graphs is None:
                 self._graphs = GraphCache(GraphPool(self.device), _MAX_GRAPHS)
-            buckets = self.config.batch_buckets or default_buckets(self.state.max_num_seqs)
-            self._runner = CapturedRunner(self.step, self.state, self._graphs, buckets)
+            self._runner = CapturedRunner(self.step, self.state, self._graphs, self.batch_buckets)
         elif not captured and type(self._runner) is not EagerRunner:
             self._runner = EagerRunner(self.step, self.state)
         assert self._runner is not None

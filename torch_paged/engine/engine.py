@@ -267,8 +267,8 @@ class ServingEngine:
     def _grow_ahead(self, scheduler: Scheduler) -> None:
         """Give every row the blocks of its next steps at once, where there are plenty."""
         core = self._core
-        blocks = scheduler.num_running * -(-_STEPS_AHEAD // self._config.block_size)
-        if blocks <= core.allocator.num_free // 2:
+        columns = scheduler.num_running * -(-_STEPS_AHEAD // self._config.block_size)
+        if columns * core.layout.num_tables <= core.allocator.num_free // 2:
             core.state.write_blocks(scheduler.ensure_decode_blocks(_STEPS_AHEAD))
 
     def _note_ends(self, requests: Sequence[Request]) -> None:

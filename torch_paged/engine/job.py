@@ -82,6 +82,7 @@ class Row:
     Attributes:
         output_ids: those of the job's request.
         next_step: the first step whose token its request does not have yet.
+        next_watched: the first step whose token no check has seen, where some check looks at all.
         last_step: its last step, where known.
         is_done: it has no tokens left to learn.
         is_plain: all that anybody wants of it is its tokens.
@@ -91,6 +92,7 @@ class Row:
     output_ids: list[int]
     slot: int
     next_step: int
+    next_watched: int
     last_step: int = _NEVER
     is_done: bool = False
     is_plain: bool = True

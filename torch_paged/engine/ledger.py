@@ -64,7 +64,7 @@ class Ledger:
     def start(self, job: Job, slot: int, step: int) -> Row:
         """Note that a job samples a token in `step` and in each one that follows."""
         is_plain = not job.is_watched and job.logprobs is None
-        job.row = Row(job, job.request.output_ids, slot, step, is_plain=is_plain)
+        job.row = Row(job, job.request.output_ids, slot, step, step, is_plain=is_plain)
         self.active[job.request.request_id] = job
         return job.row
 
@@ -274,11 +274,14 @@ class Ledger:
         """Let stop checks and callbacks see the tokens up to a step."""
         for job in list(self._watched.values()):
             row = job.row
-            if row is None or row.is_done or row.next_step > min(step, row.last_step):
+            if row is None or row.is_done or row.next_watched > min(step, row.last_step):
                 continue
             self._learn(row, step)
             try:
-                if _stops(job):
+                stops = _stops(job)
+                # Not before: where an interrupt breaks the check off, it is made again.
+                row.next_watched = step + 1
+                if stops:
                     self.complete(job, "stop")
                 elif job.on_output is not None and job.streams:
                     output = job.output(since=job.num_called)

@@ -159,14 +159,9 @@ class PromptGraphs:
             size = next((n for n in sizes if self._key(n, tail) in self._graphs), None)
         if size is None:
             return False
-        static = self._static.get(size)
-        if static is None:
-            num_tables = len(inputs.slot_mappings)
-            has_spans = inputs.spans is not None
-            static = _make_static(size, num_tables, self._state.device, has_spans)
-            self._static[size] = static
         key = self._key(size, tail)
-        if not self._has_graph(key, static, size, tail):
+        static = self._prepared(key, inputs, size, tail)
+        if static is None:
             return False
         _load(static, inputs, size)
         if end is not None:
@@ -183,15 +178,23 @@ class PromptGraphs:
     def _key(self, size: _Size, tail: Tail | None) -> Hashable:
         return ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
 
-    def _has_graph(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
+    def _prepared(
+        self, key: Hashable, inputs: StepInputs, size: _Size, tail: Tail | None
+    ) -> _Static | None:
+        """Return what the graph of a key reads, None where there is no graph."""
         if key in self._refused:
-            return False
+            return None
         try:
-            return self._prepare(key, static, size, tail)
+            static = self._static.get(size)
+            if static is None:
+                num_tables, has_spans = len(inputs.slot_mappings), inputs.spans is not None
+                static = _make_static(size, num_tables, self._state.device, has_spans)
+                self._static[size] = static
+            return static if self._prepare(key, static, size, tail) else None
         except torch.OutOfMemoryError:
             # The step itself may run, op by op; trying again in each step would cost more.
             self._refused.add(key)
-            return False
+            return None
 
     def _prepare(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
         if key in self._graphs:

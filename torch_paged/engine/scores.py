@@ -156,12 +156,17 @@ class PromptScores:
         self._pieces.append((start, words))
 
     def settle(self) -> None:
-        """Keep the numbers, which have arrived; no effect before all were added, or when done."""
+        """Keep the numbers, once those of a whole prompt were added; no effect when done.
+
+        All of the first sequence whose whole prompt was computed have arrived.
+        """
         if self.is_settled:
             return
         words = _array(self._stop - self._start, 1 + self.count, 2)
         covered = self._start
         for start, piece in self._pieces:
+            if covered == self._stop:
+                break  # the rest is of another sequence, and may be on its way
             if start > covered:
                 return
             values = piece.numpy()
