@@ -48,6 +48,7 @@ class Counters:
 
     tokens: int = 0
     steps: int = 0
+    launches: int = 0  # of an engine, steps without decoding rows among them
     seconds: float = 0.0
 
 
@@ -163,6 +164,11 @@ class EngineCore:
     def num_leased(self) -> int:
         """Blocks that only a lease keeps."""
         return 0 if self._allocator is None else self.leases.num_leased(self._allocator)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What changes whenever somebody launches a step."""
+        return self.counters.launches, self.counters.steps
 
     @property
     def device(self) -> torch.device:

@@ -75,6 +75,11 @@ class ServingEngine:
         return 0 if self._scheduler is None else self._scheduler.num_running
 
     @property
+    def is_starved(self) -> bool:
+        """Whether the newest step ran nothing because others hold all that is missing."""
+        return not self.is_idle and self._scheduler is not None and self._scheduler.is_starved
+
+    @property
     def num_preemptions(self) -> int:
         """Requests sent back in line for lack of blocks."""
         now = 0 if self._scheduler is None else self._scheduler.num_preemptions
@@ -262,6 +267,7 @@ class ServingEngine:
             make_room=core.make_room,
             slots=core.slots,
             learn=self._ledger.learn,
+            progress=lambda: core.progress,
         )
 
     def _grow_ahead(self, scheduler: Scheduler) -> None:
@@ -294,6 +300,7 @@ class ServingEngine:
             return False
         self._ledger.post(StepRecord(step, batch, rows, launcher.num_tops))
         counters = self._core.counters
+        counters.launches += 1
         counters.steps += batch is not None
         counters.tokens += (0 if batch is None else len(batch.rows)) + len(rows)
         return True

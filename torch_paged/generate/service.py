@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,6 +33,8 @@ from torch_paged.patches import seams
 
 # Seconds that the engine's own thread waits for the model before it looks whether to stop.
 _PATIENCE = 0.05
+# Seconds between two steps that find nothing to run until other users of the pool have moved.
+_PAUSE = 0.0005
 
 
 class Service:
@@ -243,6 +246,16 @@ class Service:
 
     def advance(self, *, tokens: bool) -> list[RequestOutput]:
         """Take one step; return the outputs, without `tokens` those of ended requests alone."""
+        outputs = self._advance(tokens=tokens)
+        self._let_others_move()
+        return outputs
+
+    def _let_others_move(self) -> None:
+        """Where they hold what we wait for, leave them the model's lock for a moment."""
+        if self.engine.is_starved:
+            time.sleep(_PAUSE)
+
+    def _advance(self, *, tokens: bool) -> list[RequestOutput]:
         with on_device(self.session()):
             session = self.session()  # accelerate() may have run while we waited
             if self._is_stepping:
@@ -354,13 +367,14 @@ class Service:
         if not lock.acquire(timeout=_PATIENCE):
             return
         try:
-            self.advance(tokens=False)
+            self._advance(tokens=False)
         except Exception as error:
             if not self._closed:
                 logger.exception("a step of the engine failed")
                 self._end_all("error", f"{type(error).__name__}: {error}")
         finally:
             lock.release()
+        self._let_others_move()
 
     def _model_lock(self) -> threading.RLock:
         session = find_session(self.target)
