@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,64 @@ def test_the_server_of_transformers_goes_through_the_engine(accelerate: Any) -> 
     assert streamed and text.startswith(streamed)
 
 
-def test_cancelled_requests_fail_and_the_rest_goes_on(model: Any, answers: Answers) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cancelled_requests_have_no_result_and_the_rest_goes_on(
+    model: Any, answers: Answers, streaming: bool
+) -> None:
     with model.continuous_batching_context_manager(
         generation_config=config_of(model, max_new_tokens=80)
     ) as manager:
-        manager.add_request(PROMPTS[0], request_id="gone")
+        manager.add_request(PROMPTS[0], request_id="gone", streaming=streaming)
         manager.add_request(PROMPTS[1], request_id="stays")
         manager.cancel_request("gone")
         manager.cancel_request("never")
-        results = {r.request_id: r for r in (manager.get_result(timeout=60) for _ in range(2))}
-    assert results["gone"].error == "cancelled" and results["gone"].is_finished()
-    assert results["stays"].generated_tokens == answers(PROMPTS[1], 80)
+        results = [manager.get_result(timeout=60)]
+        while results[-1].request_id != "stays":
+            results.append(manager.get_result(timeout=60))
+        # All that is known of the other has come before it was cancelled.
+        assert not any(r.is_finished() or r.error for r in results[:-1])
+        assert streaming or len(results) == 1
+        assert manager.get_result(timeout=0.2) is None
+        assert manager.service.is_idle
+    assert results[-1].generated_tokens == answers(PROMPTS[1], 80)
+
+
+def test_generate_batch_leaves_out_what_another_thread_cancels(
+    model: Any,
+    answers: Answers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(model, max_new_tokens=80)
+    manager = model.init_continuous_batching(generation_config=config)
+    model._cached_continuous_batching_manager = manager
+    submit = manager.submit_all
+
+    def submit_all(*args: Any, **kwargs: Any) -> list[str]:
+        names = submit(*args, **kwargs)
+        thread = threading.Thread(target=manager.cancel_request, args=(names[1],))
+        thread.start()
+        thread.join()
+        return names
+
+    monkeypatch.setattr(manager, "submit_all", submit_all)
+    try:
+        results = model.generate_batch(
+            PROMPTS[:3], generation_config=config, persistent_manager=True
+        )
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    assert list(results) == ["req_0", "req_2"]
+    for name, ids in (("req_0", PROMPTS[0]), ("req_2", PROMPTS[2])):
+        assert results[name].generated_tokens == answers(ids, 80)
+    assert "1 requests were cancelled: req_1" in caplog.text
+
+
+def test_what_a_deadline_ends_has_a_result_that_says_so(model: Any) -> None:
+    (result,) = model.generate_batch(
+        [PROMPTS[0]], generation_config=config_of(model, max_new_tokens=80), deadline=0.0
+    ).values()
+    assert result.error == "its deadline has passed" and result.is_finished()
 
 
 def test_stopping_lets_requests_finish_unless_it_is_hard(model: Any, answers: Answers) -> None:
@@ -274,7 +322,7 @@ def test_stopping_lets_requests_finish_unless_it_is_hard(model: Any, answers: An
         assert manager.get_result() is None
         full = answers(PROMPTS[0], 60)
         if hard:
-            assert result.error == "cancelled"
+            assert result.error == "the manager was stopped before the request had ended"
             assert result.generated_tokens == full[: len(result.generated_tokens)]
         else:
             assert result.generated_tokens == full

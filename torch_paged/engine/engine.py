@@ -126,12 +126,12 @@ class ServingEngine:
         except Exception as error:
             self._ledger.fail(job, error)
 
-    def cancel(self, request_id: Hashable) -> None:
+    def cancel(self, request_id: Hashable, why: str | None = None) -> None:
         """End a job now, with the tokens that are here; no effect if it has ended."""
         job = self._ledger.jobs.get(request_id)
         if job is not None:
             self._ledger.learn(job.request)
-            self._ledger.complete(job, "cancelled")
+            self._ledger.complete(job, "cancelled", why)
 
     def weights_changed(self) -> None:
         """Forget cached prefixes; rows that run keep what they have."""

@@ -89,9 +89,10 @@ class Patience:
     def _lack(self, head: Request) -> str:
         if not self._slots.num_free:
             return f"other users of the model hold all {self._slots.num_slots} slots"
+        needed, held = self._blocks.num_first(head), self._allocator.num_live
         return (
-            f"the request needs {self._blocks.num_first(head)} KV blocks; other users of the model "
-            f"hold {self._allocator.num_live} of the pool's {self._allocator.num_blocks}"
+            f"the request needs {needed} KV blocks; other users of the model hold {held} of the "
+            f"pool's {self._allocator.num_blocks}"
         )
 
 

@@ -89,7 +89,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
         if hard_stop:
-            self._service.cancel_all()
+            self._service.cancel_all("the manager was stopped before the request had ended")
         finish = partial(self._finish, timeout)
         if block:
             finish()
@@ -195,6 +195,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         return names
 
     def cancel_request(self, request_id: str) -> None:
+        """End a request; as under transformers' own manager there will be no result of it."""
         with contextlib.suppress(KeyError, TorchPagedError):  # it has ended
             self._service.cancel(request_id)
 
@@ -245,9 +246,17 @@ class _Deliveries:
         if self._timestamps is not None:
             timestamps = self._timestamps.setdefault(output.request_id, [])
             timestamps += [now] * len(output.new_token_ids)
-        if not (self._streaming or output.finished):
+        if was_cancelled(output) or not (self._streaming or output.finished):
             return
         self._router.deliver(to_generation_output(output, self._created, timestamps))
+
+
+def was_cancelled(output: RequestOutput) -> bool:
+    """Say whether somebody cancelled the request by its id: transformers then has no result.
+
+    What a deadline, a hard stop or the end of the manager cancels has one, that says why.
+    """
+    return output.finish_reason == "cancelled" and not output.error
 
 
 def to_generation_output(
@@ -271,4 +280,4 @@ def to_generation_output(
     )
 
 
-__all__ = ["EngineManager", "to_generation_output"]
+__all__ = ["EngineManager", "to_generation_output", "was_cancelled"]

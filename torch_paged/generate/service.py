@@ -149,10 +149,10 @@ class Service:
             self._inbox.extend(_Cancel(name) for name in names)
         self._stepper.notify()
 
-    def cancel_all(self) -> None:
-        """End all requests as "cancelled"."""
+    def cancel_all(self, why: str) -> None:
+        """End all requests as "cancelled", with `why` as their error."""
         with self._mutex:
-            self._inbox.extend(_Cancel(name) for name in self._live)
+            self._inbox.extend(_Cancel(name, why) for name in self._live)
         self._stepper.notify()
 
     def submit(
@@ -288,7 +288,7 @@ class Service:
                 return
             self._closed = True  # from here on nothing is added
         self._stepper.stop()
-        self._end_all("cancelled", None)
+        self._end_all("cancelled", "the engine was closed")
 
     def check_integrity(self) -> None:
         """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
@@ -386,7 +386,7 @@ class Service:
             if isinstance(item, Job):
                 engine.add(item)
             else:
-                engine.cancel(item.request_id)
+                engine.cancel(item.request_id, item.why)
 
     def _deliver(self, outputs: list[RequestOutput], ended: list[Hashable]) -> None:
         if not (outputs or ended):
@@ -422,10 +422,11 @@ def _orphan(held: list[ServingEngine]) -> None:
 class _Cancel:
     """A request to cancel a sequence."""
 
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "why")
 
-    def __init__(self, request_id: Hashable) -> None:
+    def __init__(self, request_id: Hashable, why: str | None = None) -> None:
         self.request_id = request_id
+        self.why = why
 
 
 __all__ = ["Service"]
