@@ -108,12 +108,27 @@ class ServingEngine:
     def add(self, job: Job) -> None:
         """Put a job in line; what prevents that becomes its error.
 
+        Broken off by an interrupt, it leaves the job as it was, and may be called again.
+
         Raises:
             ValueError: its id is in use.
         """
         request_id = job.request.request_id
+        if job.finish_reason is not None or self._ledger.jobs.get(request_id) is job:
+            return  # an interrupt came after the job was in
         if request_id in self._ledger.jobs:
             raise ValueError(f"request_id {request_id!r} is in use; choose another")
+        try:
+            self._admit(job)
+        except BaseException:
+            if job.finish_reason is None:
+                # The scheduler may know the request, or half of it.
+                self._is_stale = True
+                self._ledger.forget(job)
+                job.request = _fresh(job.request)
+            raise
+
+    def _admit(self, job: Job) -> None:
         is_first = not self._ledger.jobs
         self._max_eos_ids = max(self._max_eos_ids, len(job.params.eos_ids))
         self._ledger.admit(job)
@@ -122,7 +137,8 @@ class ServingEngine:
                 # Weights may have moved or changed since the last job.
                 self._prepare()
                 self._guard.wake()
-            self._enter(job)
+            if not self._is_stale:  # otherwise the next step lets all jobs enter
+                self._enter(job)
         except Exception as error:
             self._ledger.fail(job, error)
 

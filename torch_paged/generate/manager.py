@@ -181,15 +181,13 @@ class EngineManager(seams.ContinuousBatchingManager):
         """
         names = self._names(len(inputs))
         overrides = {**overrides, "on_output": on_output}
-        done: list[str] = []
         try:
             for name, input_ids in zip(names, inputs, strict=True):
                 self._submit(
                     input_ids, name, dict(overrides), private=False, streams=True, config=config
                 )
-                done.append(name)
-        except Exception:
-            for name in done:
+        except BaseException:
+            for name in names:
                 self.cancel_request(name)
             raise
         return names

@@ -55,6 +55,7 @@ class Service:
         self._live: dict[Hashable, Hashable] = {}  # sequence -> request, until its end is reported
         self._sequences: dict[Hashable, set[Hashable]] = {}  # request -> its live sequences
         self._inbox: deque[Job | _Cancel] = deque()
+        self._entering: Job | _Cancel | None = None  # first in the inbox, on its way to the engine
         self._mailboxes: list[Mailbox] = []
         self._on_stop: list[Callable[[], None]] = []
         self._merge = RememberedMerge(seams.merge_generation_config)
@@ -218,18 +219,43 @@ class Service:
                 max_cached_tokens=not_scored if shares_prefix else None,
             )
             jobs.append(Job(request, sample, params.on_output, private, streams, scores))
+        return self._post(request_id, jobs)
+
+    def _post(self, request_id: Hashable, jobs: list[Job]) -> list[Hashable]:
+        """Put the sequences of a request into the inbox, all or none; return their ids."""
         names = [job.request.request_id for job in jobs]
+        has_begun = False
+        try:
+            with self._mutex:
+                self._check_open()
+                for name in names:
+                    if name in self._live:
+                        raise ValueError(f"request_id {name!r} is in use; choose another, or None")
+                has_begun = True
+                self._inbox.extend(jobs)
+                self._live.update(dict.fromkeys(names, request_id))
+                self._sequences[request_id] = set(names)
+                self._idle.clear()
+            self._stepper.notify()
+            return names
+        except BaseException:  # an interrupt: nobody may know that the request is here
+            if has_begun:
+                self._take_back(request_id, jobs)
+            raise
+
+    def _take_back(self, request_id: Hashable, jobs: list[Job]) -> None:
+        """Undo `_post` as far as it came; what another thread has taken meanwhile is cancelled."""
         with self._mutex:
-            self._check_open()
-            for name in names:
-                if name in self._live:
-                    raise ValueError(f"request_id {name!r} is in use; choose another, or None")
-            self._live.update(dict.fromkeys(names, request_id))
-            self._sequences[request_id] = set(names)
-            self._inbox.extend(jobs)
-            self._idle.clear()
-        self._stepper.notify()
-        return names
+            names = [job.request.request_id for job in jobs]
+            if all(job in self._inbox and job is not self._entering for job in jobs):
+                for job, name in zip(jobs, names, strict=True):
+                    self._inbox.remove(job)
+                    self._live.pop(name, None)
+                self._sequences.pop(request_id, None)
+                if not self._live:
+                    self._idle.set()
+            else:
+                self._inbox.extend(_Cancel(name) for name in names if name in self._live)
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait until others have brought all requests to their end; say whether they have."""
@@ -381,12 +407,21 @@ class Service:
         return self._lock if session is None else session.lock
 
     def _empty_inbox(self, engine: ServingEngine) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
+        # What an interrupt breaks off stays first in the inbox; to do it twice does no harm.
+        while True:
+            with self._mutex:
+                if not self._inbox:
+                    return
+                self._entering = item = self._inbox[0]
             if isinstance(item, Job):
                 engine.add(item)
             else:
                 engine.cancel(item.request_id, item.why)
+            with self._mutex:
+                # A callback may have closed this, and emptied the inbox.
+                if self._inbox and self._inbox[0] is item:
+                    self._inbox.popleft()
+                self._entering = None
 
     def _deliver(self, outputs: list[RequestOutput], ended: list[Hashable]) -> None:
         if not (outputs or ended):
