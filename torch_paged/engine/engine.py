@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.config import MAX_MODEL_LEN
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.job import Batch, Job, Row, StepRecord
 from torch_paged.engine.launch import StepLauncher
@@ -54,6 +55,7 @@ class ServingEngine:
         self._num_steps = 0
         self._num_preempted_before = 0
         self._max_eos_ids = 0
+        self._longest = 0  # tokens that a job which outgrows the core may come to
         self._is_stale = False  # a step was broken off: what runs must start again
         # Made when they are needed, and again when the core has lost its memory.
         self._scheduler: Scheduler | None = None
@@ -103,7 +105,7 @@ class ServingEngine:
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt included."""
-        return self._config.max_model_len or self._core.max_model_len
+        return self._config.max_model_len or max(self._core.max_model_len, self._longest)
 
     def add(self, job: Job) -> None:
         """Put a job in line; what prevents that becomes its error.
@@ -137,6 +139,7 @@ class ServingEngine:
                 # Weights may have moved or changed since the last job.
                 self._prepare()
                 self._guard.wake()
+            self._make_long_enough(job)
             if not self._is_stale:  # otherwise the next step lets all jobs enter
                 self._enter(job)
         except Exception as error:
@@ -221,6 +224,22 @@ class ServingEngine:
         spare = self._config.max_num_seqs - self.num_running
         self._core.prepare(spare, self.max_model_len, self._max_eos_ids)
 
+    def _make_long_enough(self, job: Job) -> None:
+        """Raise the limit for a job that may outgrow it, and that has a limit of its own."""
+        request = job.request
+        wanted = request.num_prompt_tokens + request.max_new_tokens
+        if not job.outgrows:
+            return
+        if wanted > MAX_MODEL_LEN:
+            # Whatever others have raised the limit to.
+            left = self._core.max_model_len - request.num_prompt_tokens
+            request.max_new_tokens = max(left, 1)
+        elif wanted > self.max_model_len:
+            # In few steps: each widens the block tables.
+            self._longest = min(1 << (wanted - 1).bit_length(), MAX_MODEL_LEN)
+            if self._scheduler is not None:
+                self._scheduler.raise_max_model_len(self.max_model_len)
+
     def _ready(self) -> Scheduler:
         """Return the scheduler, after what other users did to the core between two steps."""
         core = self._core
@@ -230,7 +249,9 @@ class ServingEngine:
             self._is_stale = False
             for job in jobs:
                 self._enter(job)
-        elif core.state.num_eos_ids < self._max_eos_ids:
+        elif core.state.num_eos_ids < self._max_eos_ids or (
+            self._longest > core.state.max_blocks * self._config.block_size
+        ):
             self._prepare()
         if self._launcher is None:
             self._launcher = StepLauncher(core, self._ledger.active)

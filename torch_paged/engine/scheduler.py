@@ -169,6 +169,12 @@ class Scheduler:
         self._deadlines.watch(request)
         self._line.join(request)
 
+    def raise_max_model_len(self, num_tokens: int) -> None:
+        """Let requests that are added from now on become longer."""
+        self._max_model_len = num_tokens
+        if not self._cuts_prompts:
+            self._blocks.max_chunk = num_tokens
+
     def cancel(self, request_id: Hashable) -> None:
         """End a request wherever it stands; the next step reports it.
 

@@ -220,6 +220,7 @@ class EngineManager(seams.ContinuousBatchingManager):
             private=private,
             streams=streams,
             shares_prefix=bool(batching.allow_block_sharing),
+            outgrows=True,
             merge=self._merge,
         )
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_paged.config import MAX_MODEL_LEN
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.engine import ServingEngine
 from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
@@ -28,7 +30,7 @@ from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
 from torch_paged.generate.values import hashable, prompt_list
-from torch_paged.log import logger
+from torch_paged.log import logger, warn_once
 from torch_paged.patches import seams
 
 # Seconds that the engine's own thread waits for the model before it looks whether to stop.
@@ -166,6 +168,7 @@ class Service:
         private: bool = False,
         streams: bool = True,
         shares_prefix: bool = True,
+        outgrows: bool = False,
         merge: Merge | None = None,
     ) -> list[Hashable]:
         """Add a request as `Engine.add_request` does; return the ids of its sequences.
@@ -174,6 +177,7 @@ class Service:
             private: outputs go to ``on_output`` alone.
             streams: ``on_output`` hears of new tokens, not only of the end.
             shares_prefix: its prompt may share blocks with other requests.
+            outgrows: go on past `max_position_embeddings` where positions have no end.
             merge: how `generation_config` and overrides become one config; None: as `generate()`.
         """
         session = self.session()
@@ -195,6 +199,7 @@ class Service:
                 "computes the whole sequence anew, which an engine does not do; pass a smaller "
                 "max_new_tokens, or call model.generate()"
             )
+        outgrows = outgrows and _may_outgrow(session, len(ids) + longest)
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
@@ -218,7 +223,7 @@ class Service:
                 cache_salt=salt,
                 max_cached_tokens=not_scored if shares_prefix else None,
             )
-            jobs.append(Job(request, sample, params.on_output, private, streams, scores))
+            jobs.append(Job(request, sample, params.on_output, private, streams, scores, outgrows))
         return self._post(request_id, jobs)
 
     def _post(self, request_id: Hashable, jobs: list[Job]) -> list[Hashable]:
@@ -446,6 +451,26 @@ class Service:
                 self._inbox.clear()
             self.engine.end_all(waiting, reason, error)
             self._deliver(*self.engine.take_outputs(tokens=False))
+
+
+def _may_outgrow(session: Session, num_tokens: int) -> bool:
+    """Say whether sequences may pass the model's limit as under transformers' own manager.
+
+    That one never looks at it. We do where the positions of the model end, or where only its
+    forward knows whether they do. A request without any limit ends there, too: it may have no end.
+    """
+    core, step = session.core, session.step
+    if core is None or session.config.max_model_len is not None:
+        return False
+    if isinstance(step, DecoderStep) and not step.max_positions:
+        return True
+    if core.max_model_len < num_tokens <= MAX_MODEL_LEN:
+        warn_once(
+            f"generate_batch() ends sequences at {core.max_model_len} tokens: the model's "
+            "positions end there, or are its own forward's affair; lower max_new_tokens, or pass "
+            "Config(max_model_len=...) where the model can go on"
+        )
+    return False
 
 
 def _orphan(held: list[ServingEngine]) -> None:
