@@ -18,7 +18,7 @@ _MIN_CACHE_BYTES = 1 << 20
 _MAX_LAG = 64
 # Each sequence has a row in the tensors of the state, of some 10 KB and its block table.
 _MAX_NUM_SEQS = 1 << 16
-_MAX_MODEL_LEN = 1 << 24
+MAX_MODEL_LEN = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Config:
             "max_num_batched_tokens", _count("max_num_batched_tokens", self.max_num_batched_tokens)
         )
         if self.max_model_len is not None:
-            self._set("max_model_len", _count("max_model_len", self.max_model_len, _MAX_MODEL_LEN))
+            self._set("max_model_len", _count("max_model_len", self.max_model_len, MAX_MODEL_LEN))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, minimum=0, maximum=(1 << 64) - 1))
         self._set("lag", _integer("lag", self.lag, minimum=0, maximum=_MAX_LAG))

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.cache.layout import ONE_KIND
+from torch_paged.engine.patience import MAX_YIELDS, Patience
 from torch_paged.engine.request import Request, RequestStatus
+from torch_paged.engine.request_blocks import RequestBlocks
+from torch_paged.engine.slot_pool import SlotPool
 from torch_paged.errors import OutOfBlocks
 
 sys.path.append(str(Path(__file__).parent))
@@ -185,3 +190,105 @@ def test_request_preempted_while_it_prefills_keeps_what_was_swapped(num_host_blo
     engine.run()
     assert late.num_output_tokens == 3
     assert_all_as_alone(engine)
+
+
+class Clock:
+    """A time that goes on by 50 ms with every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.05
+        return self.now
+
+
+def test_slots_that_others_hold_are_waited_for_while_these_move() -> None:
+    slots, launched = SlotPool(1), [0]
+    engine = make_engine(8, slots=slots, now=Clock(), progress=lambda: launched[0])
+    slot = slots.take()
+    engine.add(Request("a", prompt(7), 4))
+    for _ in range(1000):
+        launched[0] += 1
+        step = engine.step()
+        assert engine.scheduler.is_starved and not step.finished
+    slots.give_back(slot)
+    engine.run()
+    assert not engine.scheduler.is_starved
+    assert_all_as_alone(engine)
+
+    slots.take()
+    names = "bcd"
+    for name in names:
+        engine.add(Request(name, prompt(7), 4))
+    num_steps = 0
+    while not engine.scheduler.is_idle:
+        engine.step()
+        num_steps += 1
+    # Whoever comes behind the first does not wait as long again.
+    assert 30 / 0.05 <= num_steps <= 30 / 0.05 + 6
+    for name in names:
+        assert "other users of the model hold all 1 slots" in (engine.requests[name].error or "")
+
+
+def test_time_in_which_nobody_looked_is_not_held_against_others() -> None:
+    times = iter(range(0, 1_000_000, 1000))
+    engine = make_engine(8, now=lambda: float(next(times)))
+    blocks = engine.allocator.allocate(7)
+    engine.add(Request("a", prompt(7), 4))
+    for _ in range(500):
+        assert not engine.scheduler.schedule().finished
+    engine.allocator.free(blocks)
+    engine.run()
+    assert_all_as_alone(engine)
+
+
+def test_a_request_that_gave_way_comes_back_as_soon_as_others_give_blocks_back() -> None:
+    engine = make_engine(6, reserve=0)
+    engine.check = engine.scheduler.check_integrity  # type: ignore[method-assign]
+    engine.add(Request("a", prompt(7), 12))
+    engine.step()
+    blocks = engine.allocator.allocate(4)
+    while not engine.step().preempted:
+        pass
+    assert engine.allocator.num_free == 2
+    for _ in range(3):
+        engine.step()
+        assert engine.scheduler.is_starved
+    engine.allocator.free(blocks)
+    assert len(engine.step().prefills) == 1
+    engine.run()
+    assert_all_as_alone(engine)
+
+
+def test_a_waiting_request_starts_beside_a_running_one_when_others_give_blocks_back() -> None:
+    engine = make_engine(8, reserve=0)
+    engine.check = engine.scheduler.check_integrity  # type: ignore[method-assign]
+    blocks = engine.allocator.allocate(4)
+    engine.add(Request("a", prompt(4), 9))
+    engine.add(Request("b", prompt(16, 1), 2))
+    engine.step()
+    assert engine.scheduler.num_running == 1
+    engine.allocator.free(blocks)
+    engine.step()
+    assert engine.scheduler.num_running == 2
+    engine.run()
+    assert_all_as_alone(engine)
+
+
+def test_a_prompt_does_not_give_way_for_ever() -> None:
+    allocator = BlockAllocator(4)
+    blocks = RequestBlocks(allocator, 4, ONE_KIND, 64, None)
+    patience = Patience(allocator, SlotPool(1), blocks, lambda: None, Clock())
+    request = Request("a", prompt(7), 4)
+    allocator.allocate(2)
+    for _ in range(MAX_YIELDS):
+        assert patience.refusal(request, 3) is None
+    assert f"gave way to other users of the model {MAX_YIELDS} times" in str(
+        patience.refusal(request, 3)
+    )
+    # What decodes has had a token since.
+    request.num_yields, request.decode_since = 0, 7
+    for _ in range(2 * MAX_YIELDS):
+        assert patience.refusal(request, 3) is None
+    assert "needs 5 KV blocks and the pool has 4" in str(patience.refusal(request, 5))

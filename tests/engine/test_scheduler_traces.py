@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -59,14 +61,20 @@ def most_blocks(engine: SimulatedEngine, num_tokens: int, max_chunk: int) -> int
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[SimulatedEngine, HostBlocks | None, int]:
-    block_size = draw(st.sampled_from([1, 2, 4]))
-    kinds = draw(st.sampled_from(LAYOUTS))
-    num_tables = sum(kind.num_tables for kind in kinds)
-    allocator = BlockAllocator(draw(st.integers(1, 48)) * num_tables // block_size + 1)
+def engines(
+    draw: st.DrawFn, *, swaps: bool = True, beside: SimulatedEngine | None = None
+) -> tuple[SimulatedEngine, HostBlocks | None, int]:
+    """Draw an engine, in the same pool as the one that it runs `beside`."""
+    if beside is None:
+        block_size = draw(st.sampled_from([1, 2, 4]))
+        kinds = draw(st.sampled_from(LAYOUTS))
+        num_tables = sum(kind.num_tables for kind in kinds)
+        allocator = BlockAllocator(draw(st.integers(1, 48)) * num_tables // block_size + 1)
+    else:
+        block_size, kinds, allocator = beside.block_size, beside.kinds, beside.allocator
     max_chunk = draw(st.integers(1, 20))
-    prefix_caching = draw(st.booleans())
-    host = HostBlocks(draw(st.integers(0, 12))) if draw(st.booleans()) else None
+    prefix_caching = draw(st.booleans()) and beside is None
+    host = HostBlocks(draw(st.integers(0, 12))) if swaps and draw(st.booleans()) else None
     scheduler = Scheduler(
         allocator,
         block_size=block_size,
@@ -108,7 +116,14 @@ def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) ->
         if not engine.scheduler.is_idle:
             engine.step(decode=data.draw(st.integers(0, 4)) > 0)
     engine.run()
+    assert_only_too_large_requests_failed(engine, cancelled, max_chunk)
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    assert host is None or len(set(host.free)) == len(host.free)
 
+
+def assert_only_too_large_requests_failed(
+    engine: SimulatedEngine, cancelled: set[object], max_chunk: int
+) -> None:
     for request_id, request in engine.requests.items():
         expected = engine.expected(request) if request.error is None else []
         reason = engine.reasons[request_id]
@@ -123,8 +138,6 @@ def test_random_trace_gives_every_request_its_own_tokens(data: st.DataObject) ->
             assert request.error
         else:
             assert request.output_ids == expected
-    assert engine.allocator.num_free == engine.allocator.num_blocks
-    assert host is None or len(set(host.free)) == len(host.free)
 
 
 @TRACE
@@ -175,3 +188,37 @@ def test_closed_batch_runs_ahead_in_a_pool_that_grows(
     for request in engine.requests.values():
         assert request.output_ids == engine.expected(request)
     assert scheduler.num_preemptions == 0
+
+
+@TRACE
+@given(st.data())
+def test_two_schedulers_of_one_pool_give_every_request_its_own_tokens(data: st.DataObject) -> None:
+    first, _, max_chunk = data.draw(engines(swaps=False))
+    second, _, other_chunk = data.draw(engines(swaps=False, beside=first))
+    second.cache = first.cache
+    pair = (first, second)
+
+    def check() -> None:
+        holders = Counter(i for e in pair for r in e.requests.values() for i in r.block_ids)
+        for block in range(first.allocator.num_blocks):
+            assert first.allocator.refcount(block) == holders[block]
+        for engine in pair:
+            engine.scheduler.check_integrity()
+
+    for engine in pair:
+        engine.check = check  # type: ignore[method-assign]
+        for i in range(data.draw(st.integers(0, 5))):
+            engine.add(data.draw(requests(i)))
+    orders = itertools.cycle([*data.draw(st.lists(st.integers(0, 1), max_size=12)), 0, 1])
+    for _ in range(5000):
+        busy = [engine for engine in pair if not engine.scheduler.is_idle]
+        if not busy:
+            break
+        # At times one engine alone for a while, but never for ever.
+        order = next(orders)
+        busy[order % len(busy)].step()
+    for engine, chunk in zip(pair, (max_chunk, other_chunk), strict=True):
+        assert engine.scheduler.is_idle, "nobody gets on"
+        engine.deliver(0)
+        assert_only_too_large_requests_failed(engine, set(), chunk)
+    assert first.allocator.num_free == first.allocator.num_blocks

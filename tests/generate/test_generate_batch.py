@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, GPT2Config, LlamaConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import torch_paged
+from torch_paged.generate.registry import find_session
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engine"))
 
-from serving_case import Answers, ids_of, small_model, tape_model  # noqa: E402
+from serving_case import Answers, ids_of, small_model, tape_model, tiny  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 PROMPTS = [ids_of(n, n) for n in (5, 16, 17, 31)]
@@ -248,17 +250,115 @@ def test_the_server_of_transformers_goes_through_the_engine(accelerate: Any) -> 
     assert streamed and text.startswith(streamed)
 
 
-def test_cancelled_requests_fail_and_the_rest_goes_on(model: Any, answers: Answers) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cancelled_requests_have_no_result_and_the_rest_goes_on(
+    model: Any, answers: Answers, streaming: bool
+) -> None:
     with model.continuous_batching_context_manager(
         generation_config=config_of(model, max_new_tokens=80)
     ) as manager:
-        manager.add_request(PROMPTS[0], request_id="gone")
+        manager.add_request(PROMPTS[0], request_id="gone", streaming=streaming)
         manager.add_request(PROMPTS[1], request_id="stays")
         manager.cancel_request("gone")
         manager.cancel_request("never")
-        results = {r.request_id: r for r in (manager.get_result(timeout=60) for _ in range(2))}
-    assert results["gone"].error == "cancelled" and results["gone"].is_finished()
-    assert results["stays"].generated_tokens == answers(PROMPTS[1], 80)
+        results = [manager.get_result(timeout=60)]
+        while results[-1].request_id != "stays":
+            results.append(manager.get_result(timeout=60))
+        # All that is known of the other has come before it was cancelled.
+        assert not any(r.is_finished() or r.error for r in results[:-1])
+        assert streaming or len(results) == 1
+        assert manager.get_result(timeout=0.2) is None
+        assert manager.service.is_idle
+    assert results[-1].generated_tokens == answers(PROMPTS[1], 80)
+
+
+def test_generate_batch_leaves_out_what_another_thread_cancels(
+    model: Any,
+    answers: Answers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(model, max_new_tokens=80)
+    manager = model.init_continuous_batching(generation_config=config)
+    model._cached_continuous_batching_manager = manager
+    submit = manager.submit_all
+
+    def submit_all(*args: Any, **kwargs: Any) -> list[str]:
+        names = submit(*args, **kwargs)
+        thread = threading.Thread(target=manager.cancel_request, args=(names[1],))
+        thread.start()
+        thread.join()
+        return names
+
+    monkeypatch.setattr(manager, "submit_all", submit_all)
+    try:
+        results = model.generate_batch(
+            PROMPTS[:3], generation_config=config, persistent_manager=True
+        )
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    assert list(results) == ["req_0", "req_2"]
+    for name, ids in (("req_0", PROMPTS[0]), ("req_2", PROMPTS[2])):
+        assert results[name].generated_tokens == answers(ids, 80)
+    assert "1 requests were cancelled: req_1" in caplog.text
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_rotary_models_go_on_past_the_length_that_they_were_made_for(caching: bool) -> None:
+    own = tiny(LlamaConfig, 4, vocab_size=64, max_position_embeddings=64)
+    model, expected = copy.deepcopy(own), Answers(own)
+    torch_paged.accelerate(model, enable_prefix_caching=caching)
+    prompts = [ids_of(n, n) for n in (9, 60, 64, 65, 100)]
+    config = config_of(model, max_new_tokens=80)
+    results = model.generate_batch(prompts, generation_config=config)
+    for ids, result in zip(prompts, results.values(), strict=True):
+        assert result.error is None and result.generated_tokens == expected(ids, 80)
+    # One that comes while others run, longer than all that the tables have room for.
+    width = find_session(model).core.state.max_blocks * 16
+    manager = model.init_continuous_batching(generation_config=config)
+    first = manager.add_request(prompts[0])
+    manager.service.advance(tokens=True)
+    second = manager.add_request(ids_of(width, 1), max_new_tokens=3)
+    while not manager.service.is_idle:
+        manager.service.advance(tokens=True)
+    found = {r.request_id: r for r in (manager.output_router.output_queue.get() for _ in "12")}
+    assert found[first].generated_tokens == expected(prompts[0], 80)
+    assert found[second].generated_tokens == expected(ids_of(width, 1), 3)
+    manager.destroy()
+
+
+def test_a_request_without_a_limit_ends_at_the_length_of_the_model() -> None:
+    own = tiny(LlamaConfig, 4, vocab_size=64, max_position_embeddings=64)
+    model = copy.deepcopy(own)
+    torch_paged.accelerate(model)
+    config = config_of(model, max_new_tokens=None, max_length=None, eos_token_id=None)
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.add_request(ids_of(60, 1), max_new_tokens=90, request_id="long")
+    manager.add_request(ids_of(9, 9), request_id="open")
+    while not manager.service.is_idle:
+        manager.service.advance(tokens=True)
+    found = {r.request_id: r for r in (manager.output_router.output_queue.get() for _ in "12")}
+    assert len(found["long"].generated_tokens) == 90
+    assert len(found["open"].generated_tokens) == 64 - 9
+    manager.destroy()
+
+
+def test_models_with_a_table_of_positions_end_there_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny(GPT2Config, 4, vocab_size=64, max_position_embeddings=48)
+    torch_paged.accelerate(model)
+    config = config_of(model, max_new_tokens=80)
+    (result,) = model.generate_batch([ids_of(9, 9)], generation_config=config).values()
+    assert result.error is None and len(result.generated_tokens) == 48 - 9
+    assert "generate_batch() ends sequences at 48 tokens" in caplog.text
+
+
+def test_what_a_deadline_ends_has_a_result_that_says_so(model: Any) -> None:
+    (result,) = model.generate_batch(
+        [PROMPTS[0]], generation_config=config_of(model, max_new_tokens=80), deadline=0.0
+    ).values()
+    assert result.error == "its deadline has passed" and result.is_finished()
 
 
 def test_stopping_lets_requests_finish_unless_it_is_hard(model: Any, answers: Answers) -> None:
@@ -274,7 +374,7 @@ def test_stopping_lets_requests_finish_unless_it_is_hard(model: Any, answers: An
         assert manager.get_result() is None
         full = answers(PROMPTS[0], 60)
         if hard:
-            assert result.error == "cancelled"
+            assert result.error == "the manager was stopped before the request had ended"
             assert result.generated_tokens == full[: len(result.generated_tokens)]
         else:
             assert result.generated_tokens == full

@@ -48,6 +48,7 @@ class Counters:
 
     tokens: int = 0
     steps: int = 0
+    launches: int = 0  # of an engine, steps without decoding rows among them
     seconds: float = 0.0
 
 
@@ -165,6 +166,11 @@ class EngineCore:
         return 0 if self._allocator is None else self.leases.num_leased(self._allocator)
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """What changes whenever somebody launches a step."""
+        return self.counters.launches, self.counters.steps
+
+    @property
     def device(self) -> torch.device:
         return self.step.device
 
@@ -188,6 +194,7 @@ class EngineCore:
         self.leases.collect()
         if self._pool is None:
             shapes = self.step.layer_shapes
+            self._allocator = BlockAllocator(0)
             self._pool = KVPool(
                 [shapes[layer] for layer in self.layout.representatives],
                 self.config.block_size,
@@ -195,7 +202,6 @@ class EngineCore:
                 self.device,
                 max_bytes=self._max_pool_bytes(),
             )
-            self._allocator = BlockAllocator(0)
         self._prepare_state(num_seqs, max_tokens, num_eos_ids)
         moved = self.step.refresh()
         self._moves_in_a_row = self._moves_in_a_row + 1 if moved else 0
@@ -330,6 +336,7 @@ class EngineCore:
         if old is not None:
             if (
                 old.max_num_seqs >= num_seqs
+                and self._slots.num_slots >= num_seqs  # unless an interrupt came before that
                 and old.max_blocks >= max_blocks
                 and old.num_eos_ids >= num_eos_ids
             ):
@@ -339,7 +346,7 @@ class EngineCore:
             num_eos_ids = max(num_eos_ids, old.num_eos_ids)
         kv_heads = max(shape.num_kv_heads for shape in self.step.layer_shapes)
         try:
-            self._state = SlotState(
+            state = SlotState(
                 num_seqs,
                 max_blocks,
                 kv_heads,
@@ -356,11 +363,12 @@ class EngineCore:
                 "max_model_len"
             ) from error
         if old is not None and num_held:
-            self._state.take_rows(old)
+            state.take_rows(old)
         if self._sampling is not None:
             self._sampling = self._sampling.grown(num_seqs)
-        self._slots.grow(num_seqs)
         self._bound = _UNBOUND
+        self._state = state
+        self._slots.grow(num_seqs)
 
     def _bind(self) -> None:
         # A pool that grew in place has new tensor objects over the same addresses: graphs stay.

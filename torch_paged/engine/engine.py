@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 
 from torch_paged.cache.blocks import BlockAllocator
+from torch_paged.config import MAX_MODEL_LEN
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.job import Batch, Job, Row, StepRecord
 from torch_paged.engine.launch import StepLauncher
@@ -54,6 +55,7 @@ class ServingEngine:
         self._num_steps = 0
         self._num_preempted_before = 0
         self._max_eos_ids = 0
+        self._longest = 0  # tokens that a job which outgrows the core may come to
         self._is_stale = False  # a step was broken off: what runs must start again
         # Made when they are needed, and again when the core has lost its memory.
         self._scheduler: Scheduler | None = None
@@ -73,6 +75,11 @@ class ServingEngine:
     def num_running(self) -> int:
         """Jobs with a slot."""
         return 0 if self._scheduler is None else self._scheduler.num_running
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the newest step ran nothing because others hold all that is missing."""
+        return not self.is_idle and self._scheduler is not None and self._scheduler.is_starved
 
     @property
     def num_preemptions(self) -> int:
@@ -98,17 +105,32 @@ class ServingEngine:
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt included."""
-        return self._config.max_model_len or self._core.max_model_len
+        return self._config.max_model_len or max(self._core.max_model_len, self._longest)
 
     def add(self, job: Job) -> None:
         """Put a job in line; what prevents that becomes its error.
+
+        Broken off by an interrupt, it leaves the job as it was, and may be called again.
 
         Raises:
             ValueError: its id is in use.
         """
         request_id = job.request.request_id
+        if job.finish_reason is not None or self._ledger.jobs.get(request_id) is job:
+            return  # an interrupt came after the job was in
         if request_id in self._ledger.jobs:
             raise ValueError(f"request_id {request_id!r} is in use; choose another")
+        try:
+            self._admit(job)
+        except BaseException:
+            if job.finish_reason is None:
+                # The scheduler may know the request, or half of it.
+                self._is_stale = True
+                self._ledger.forget(job)
+                job.request = _fresh(job.request)
+            raise
+
+    def _admit(self, job: Job) -> None:
         is_first = not self._ledger.jobs
         self._max_eos_ids = max(self._max_eos_ids, len(job.params.eos_ids))
         self._ledger.admit(job)
@@ -117,16 +139,18 @@ class ServingEngine:
                 # Weights may have moved or changed since the last job.
                 self._prepare()
                 self._guard.wake()
-            self._enter(job)
+            self._make_long_enough(job)
+            if not self._is_stale:  # otherwise the next step lets all jobs enter
+                self._enter(job)
         except Exception as error:
             self._ledger.fail(job, error)
 
-    def cancel(self, request_id: Hashable) -> None:
+    def cancel(self, request_id: Hashable, why: str | None = None) -> None:
         """End a job now, with the tokens that are here; no effect if it has ended."""
         job = self._ledger.jobs.get(request_id)
         if job is not None:
             self._ledger.learn(job.request)
-            self._ledger.complete(job, "cancelled")
+            self._ledger.complete(job, "cancelled", why)
 
     def weights_changed(self) -> None:
         """Forget cached prefixes; rows that run keep what they have."""
@@ -200,6 +224,22 @@ class ServingEngine:
         spare = self._config.max_num_seqs - self.num_running
         self._core.prepare(spare, self.max_model_len, self._max_eos_ids)
 
+    def _make_long_enough(self, job: Job) -> None:
+        """Raise the limit for a job that may outgrow it, and that has a limit of its own."""
+        request = job.request
+        wanted = request.num_prompt_tokens + request.max_new_tokens
+        if not job.outgrows:
+            return
+        if wanted > MAX_MODEL_LEN:
+            # Whatever others have raised the limit to.
+            left = self._core.max_model_len - request.num_prompt_tokens
+            request.max_new_tokens = max(left, 1)
+        elif wanted > self.max_model_len:
+            # In few steps: each widens the block tables.
+            self._longest = min(1 << (wanted - 1).bit_length(), MAX_MODEL_LEN)
+            if self._scheduler is not None:
+                self._scheduler.raise_max_model_len(self.max_model_len)
+
     def _ready(self) -> Scheduler:
         """Return the scheduler, after what other users did to the core between two steps."""
         core = self._core
@@ -209,7 +249,9 @@ class ServingEngine:
             self._is_stale = False
             for job in jobs:
                 self._enter(job)
-        elif core.state.num_eos_ids < self._max_eos_ids:
+        elif core.state.num_eos_ids < self._max_eos_ids or (
+            self._longest > core.state.max_blocks * self._config.block_size
+        ):
             self._prepare()
         if self._launcher is None:
             self._launcher = StepLauncher(core, self._ledger.active)
@@ -262,6 +304,7 @@ class ServingEngine:
             make_room=core.make_room,
             slots=core.slots,
             learn=self._ledger.learn,
+            progress=lambda: core.progress,
         )
 
     def _grow_ahead(self, scheduler: Scheduler) -> None:
@@ -294,6 +337,7 @@ class ServingEngine:
             return False
         self._ledger.post(StepRecord(step, batch, rows, launcher.num_tops))
         counters = self._core.counters
+        counters.launches += 1
         counters.steps += batch is not None
         counters.tokens += (0 if batch is None else len(batch.rows)) + len(rows)
         return True

@@ -29,6 +29,7 @@ class Job:
             alone if not `streams`.
         private: its outputs go to `on_output` alone.
         prompt_scores: of the prompt's tokens, where asked for.
+        outgrows: it may become longer than `EngineCore.max_model_len`.
         logprobs: of the request's `output_ids`, where asked for.
         tops: the most likely tokens in the places of these, where asked for.
         num_reported: tokens that the outputs so far had; `num_called` those of `on_output`.
@@ -42,6 +43,7 @@ class Job:
     private: bool = False
     streams: bool = True
     prompt_scores: PromptScores | None = field(default=None, repr=False)
+    outgrows: bool = False
     logprobs: list[float] | None = field(default=None, init=False, repr=False)
     tops: TopHistory | None = field(default=None, init=False, repr=False)
     num_reported: int = 0

@@ -61,6 +61,11 @@ class Ledger:
         if job.is_watched:
             self._watched[job.request.request_id] = job
 
+    def forget(self, job: Job) -> None:
+        """Undo `admit`, also where that was broken off."""
+        for jobs in (self.jobs, self._watched):
+            jobs.pop(job.request.request_id, None)
+
     def start(self, job: Job, slot: int, step: int) -> Row:
         """Note that a job samples a token in `step` and in each one that follows."""
         is_plain = not job.is_watched and job.logprobs is None

@@ -41,6 +41,8 @@ class Request:
         num_computed_tokens: tokens whose KV is in the cache. While the row decodes, this and
             `num_output_tokens` stand still; ask `Scheduler.num_computed_tokens` then.
         num_output_tokens: tokens whose sampling has been scheduled.
+        num_yields: times that it gave way to other users of the blocks since its last token,
+            before all tokens before the next one were computed.
     """
 
     request_id: Hashable
@@ -67,6 +69,7 @@ class Request:
     num_cached_tokens: int = 0  # part of the last prefill that was found or swapped in
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
+    num_yields: int = 0
     decode_since: int = -1  # step of its first decode; -1 = does not decode
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class RequestBlocks:
         self._allocator = allocator
         self._block_size = block_size
         self._kinds = tuple(kinds)
-        self._max_chunk = max_chunk
+        self.max_chunk = max_chunk
         self._make_room = make_room
         self.num_tables = sum(kind.num_tables for kind in kinds)
         self.has_window = any(kind.window for kind in kinds)
@@ -189,7 +189,7 @@ class RequestBlocks:
             most = whole
             if held.kind.window:
                 # As many as a chunk and the window in front of it can touch.
-                most = held.first + self._columns(held.kind.window - 1 + self._max_chunk) + 1
+                most = held.first + self._columns(held.kind.window - 1 + self.max_chunk) + 1
             ends.append(min(whole, max(most, held.end)))
         return ends
 

@@ -22,6 +22,7 @@ from torch_paged.cache.prefix import PrefixCache
 from torch_paged.engine.deadlines import Deadlines
 from torch_paged.engine.decode_clock import DecodeClock
 from torch_paged.engine.integrity import check_requests
+from torch_paged.engine.patience import Patience
 from torch_paged.engine.prefix_reuse import PrefixReuse
 from torch_paged.engine.request import FinishReason, Request, RequestStatus
 from torch_paged.engine.request_blocks import RequestBlocks
@@ -43,6 +44,10 @@ class Scheduler:
       prompt.
     * What has left the windows of a kind of layers is given back, while a prompt is computed too.
     * A request that fits in no way ends alone, as "error".
+    * Where the blocks or slots that are missing are held by other users of them, the last one that
+      runs gives its own up, and whoever is first in line waits. It ends as "error" when nobody
+      moves for `PATIENCE` seconds, neither we nor they, e.g. where another engine of the same
+      thread is not stepped; and so does a prompt that gave way `MAX_YIELDS` times.
 
     Args:
         allocator: the blocks of the KV pool; the scheduler need not be their only user.
@@ -63,7 +68,11 @@ class Scheduler:
         slots: where running requests take their slots, others may too; None: a pool of its own.
         learn: called before the blocks of a running request are given up, to bring its
             `output_ids` up to date with what is known.
-        now: the time in seconds, for deadlines.
+        progress: changes whenever a user of the blocks launches something.
+        now: the time in seconds, for deadlines and patience.
+
+    Attributes:
+        is_starved: others hold what the newest step would have needed to run anything.
     """
 
     def __init__(
@@ -86,11 +95,13 @@ class Scheduler:
         make_room: Callable[[int], bool] | None = None,
         slots: SlotPool | None = None,
         learn: Callable[[Request], None] | None = None,
+        progress: Callable[[], object] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if enable_prefix_caching and prefix_cache is None:
             raise ValueError("enable_prefix_caching needs a prefix_cache, got None; pass one")
         self.num_preemptions = 0
+        self.is_starved = False
         self._allocator = allocator
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -112,6 +123,7 @@ class Scheduler:
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._prefilled: list[Request] = []  # in the last step, behind windows
         self._slots = SlotPool(max_num_seqs) if slots is None else slots
+        self._patience = Patience(allocator, self._slots, self._blocks, progress, now)
         self.num_running = 0  # requests with a slot, prefilling or decoding
         self._deadlines = Deadlines()
         self._draft = StepDraft()
@@ -157,6 +169,12 @@ class Scheduler:
         self._deadlines.watch(request)
         self._line.join(request)
 
+    def raise_max_model_len(self, num_tokens: int) -> None:
+        """Let requests that are added from now on become longer."""
+        self._max_model_len = num_tokens
+        if not self._cuts_prompts:
+            self._blocks.max_chunk = num_tokens
+
     def cancel(self, request_id: Hashable) -> None:
         """End a request wherever it stands; the next step reports it.
 
@@ -189,6 +207,8 @@ class Scheduler:
             self._end(request, "cancelled", "its deadline has passed")
         for request in self._clock.ended_rows():
             self._end(request, "length")
+        if not self.num_running or self._allocator.num_free > self._line.num_free_before:
+            self._line.head_waits = False  # others than us may have given blocks back
         if decode and not self._grow_at_once(1):
             self._grow_rows(1, preempt=self._preempt)
         num_decoding = len(self._clock.rows) if decode else 0
@@ -202,10 +222,14 @@ class Scheduler:
         for chunk in prefills:
             if chunk.is_last:
                 chunk.request.num_output_tokens += 1
+                chunk.request.num_yields = 0
                 self._draft.started[chunk.request.request_id] = chunk.request
                 self._clock.start(chunk.request)
                 if self._blocks.has_window:
                     self._prefilled.append(chunk.request)
+        self.is_starved = bool(self._requests) and not (self.num_running or step.preempted)
+        if self.is_starved:
+            self._wait_for_others()
         return step
 
     def ensure_decode_blocks(self, num_tokens_ahead: int) -> tuple[BlockUpdate, ...]:
@@ -234,6 +258,12 @@ class Scheduler:
         requests = self._requests.values()
         self._slots.check_integrity([r.slot for r in requests if r.slot is not None])
         check_requests(requests, self._prefilling, self._clock, self._blocks, self.num_running)
+
+    def _wait_for_others(self) -> None:
+        head = self._line.first()
+        error = None if head is None else self._patience.end_of(head)
+        if head is not None and error is not None:
+            self._end(head, "error", error)
 
     def _move_windows(self, budget: int) -> None:
         """Give prompts that go on the blocks of their next chunks, and take what is behind."""
@@ -289,6 +319,7 @@ class Scheduler:
                 return
             if not self._admit(request):
                 self._line.head_waits = True
+                self._line.num_free_before = self._allocator.num_free
             elif request.slot is not None:
                 self._line.remove_first()
                 yield request
@@ -302,7 +333,7 @@ class Scheduler:
             self._blocks.close(request)
             if not swapped:
                 self._blocks.open(request)
-            if self.num_running and self._blocks.fit(needed):
+            if (self.num_running or self._allocator.num_live) and self._blocks.fit(needed):
                 return False
             self._end(request, "error", self._blocks.too_large(needed))
             return True
@@ -354,10 +385,12 @@ class Scheduler:
                 self._allocator.allocate(count)  # raises OutOfBlocks
             running = chain(self._prefilling.values(), self._clock.rows.values())
             victim = max(running, key=lambda r: (r.rank, r.arrival))
-            if self.num_running == 1:
-                self._end(request, "error", self._blocks.too_large(len(request.block_ids) + count))
-            else:
+            needed = len(request.block_ids) + count
+            error = self._patience.refusal(request, needed) if self.num_running == 1 else None
+            if error is None:
                 self._preempt_request(victim)
+            else:
+                self._end(request, "error", error)
             if victim is request:
                 return
         self._draft.block_updates += updates

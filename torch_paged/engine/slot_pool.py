@@ -38,9 +38,9 @@ class SlotPool:
 
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots to `num_slots`; a smaller number changes nothing."""
-        for slot in range(self._num_slots, num_slots):
-            heappush(self._free, slot)
-        self._num_slots = max(self._num_slots, num_slots)
+        # In one go, whatever interrupts it. Behind smaller numbers the new ones keep the heap.
+        free = [*self._free, *range(self._num_slots, num_slots)]
+        self._free, self._num_slots = free, max(self._num_slots, num_slots)
 
     def check_integrity(self, held: list[int]) -> None:
         """Raise `TorchPagedError` unless each of the caller's slots is held once, and by it."""

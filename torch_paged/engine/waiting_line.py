@@ -17,12 +17,14 @@ class WaitingLine:
 
     Attributes:
         head_waits: the first in line was found not to fit, and nobody came or left since.
+        num_free_before: blocks that were free then.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"], aging_steps: int) -> None:
         if policy not in ("fcfs", "priority"):
             raise ValueError(f'policy must be "fcfs" or "priority", got {policy!r}')
         self.head_waits = False
+        self.num_free_before = 0
         self._aging_steps = aging_steps if policy == "priority" else 0
         self._num_arrived = 0
         self._heap: list[tuple[int, int, Request]] = []  # may hold requests that have ended

@@ -13,7 +13,7 @@ from torch_paged.engine.output import RequestOutput
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.decide import opted_out
 from torch_paged.generate.images import refuse_images
-from torch_paged.generate.manager import EngineManager, to_generation_output
+from torch_paged.generate.manager import EngineManager, to_generation_output, was_cancelled
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import OWN_NAMES, check_config, resolve_params
 from torch_paged.generate.sample import fall_back
@@ -133,10 +133,12 @@ def _run(
                 if output.request_id not in left:
                     continue
                 left.discard(output.request_id)
+                bar.update(1)
+                if was_cancelled(output):
+                    continue
                 results[output.request_id] = to_generation_output(
                     output, created, timestamps.get(output.request_id)
                 )
-                bar.update(1)
                 num_tokens += len(output.token_ids)
                 speed = num_tokens / (time.perf_counter() - created)
                 bar.set_postfix_str(f"{speed:,.0f} tokens/s, {service.describe()}", refresh=False)
@@ -146,6 +148,8 @@ def _run(
     failed = [name for name, result in results.items() if result.error is not None]
     if failed:
         logger.error("%d requests failed: %s", len(failed), ", ".join(failed[:8]))
+    if missing := [name for name in wanted if name not in results]:
+        logger.error("%d requests were cancelled: %s", len(missing), ", ".join(missing[:8]))
     return {name: results[name] for name in wanted if name in results}
 
 

@@ -89,7 +89,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
         if hard_stop:
-            self._service.cancel_all()
+            self._service.cancel_all("the manager was stopped before the request had ended")
         finish = partial(self._finish, timeout)
         if block:
             finish()
@@ -181,20 +181,19 @@ class EngineManager(seams.ContinuousBatchingManager):
         """
         names = self._names(len(inputs))
         overrides = {**overrides, "on_output": on_output}
-        done: list[str] = []
         try:
             for name, input_ids in zip(names, inputs, strict=True):
                 self._submit(
                     input_ids, name, dict(overrides), private=False, streams=True, config=config
                 )
-                done.append(name)
-        except Exception:
-            for name in done:
+        except BaseException:
+            for name in names:
                 self.cancel_request(name)
             raise
         return names
 
     def cancel_request(self, request_id: str) -> None:
+        """End a request; as under transformers' own manager there will be no result of it."""
         with contextlib.suppress(KeyError, TorchPagedError):  # it has ended
             self._service.cancel(request_id)
 
@@ -221,6 +220,7 @@ class EngineManager(seams.ContinuousBatchingManager):
             private=private,
             streams=streams,
             shares_prefix=bool(batching.allow_block_sharing),
+            outgrows=True,
             merge=self._merge,
         )
 
@@ -245,9 +245,17 @@ class _Deliveries:
         if self._timestamps is not None:
             timestamps = self._timestamps.setdefault(output.request_id, [])
             timestamps += [now] * len(output.new_token_ids)
-        if not (self._streaming or output.finished):
+        if was_cancelled(output) or not (self._streaming or output.finished):
             return
         self._router.deliver(to_generation_output(output, self._created, timestamps))
+
+
+def was_cancelled(output: RequestOutput) -> bool:
+    """Say whether somebody cancelled the request by its id: transformers then has no result.
+
+    What a deadline, a hard stop or the end of the manager cancels has one, that says why.
+    """
+    return output.finish_reason == "cancelled" and not output.error
 
 
 def to_generation_output(
@@ -271,4 +279,4 @@ def to_generation_output(
     )
 
 
-__all__ = ["EngineManager", "to_generation_output"]
+__all__ = ["EngineManager", "to_generation_output", "was_cancelled"]

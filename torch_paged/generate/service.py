@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_paged.config import MAX_MODEL_LEN
+from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.engine import ServingEngine
 from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
@@ -27,11 +30,13 @@ from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
 from torch_paged.generate.values import hashable, prompt_list
-from torch_paged.log import logger
+from torch_paged.log import logger, warn_once
 from torch_paged.patches import seams
 
 # Seconds that the engine's own thread waits for the model before it looks whether to stop.
 _PATIENCE = 0.05
+# Seconds between two steps that find nothing to run until other users of the pool have moved.
+_PAUSE = 0.0005
 
 
 class Service:
@@ -52,6 +57,7 @@ class Service:
         self._live: dict[Hashable, Hashable] = {}  # sequence -> request, until its end is reported
         self._sequences: dict[Hashable, set[Hashable]] = {}  # request -> its live sequences
         self._inbox: deque[Job | _Cancel] = deque()
+        self._entering: Job | _Cancel | None = None  # first in the inbox, on its way to the engine
         self._mailboxes: list[Mailbox] = []
         self._on_stop: list[Callable[[], None]] = []
         self._merge = RememberedMerge(seams.merge_generation_config)
@@ -146,10 +152,10 @@ class Service:
             self._inbox.extend(_Cancel(name) for name in names)
         self._stepper.notify()
 
-    def cancel_all(self) -> None:
-        """End all requests as "cancelled"."""
+    def cancel_all(self, why: str) -> None:
+        """End all requests as "cancelled", with `why` as their error."""
         with self._mutex:
-            self._inbox.extend(_Cancel(name) for name in self._live)
+            self._inbox.extend(_Cancel(name, why) for name in self._live)
         self._stepper.notify()
 
     def submit(
@@ -162,6 +168,7 @@ class Service:
         private: bool = False,
         streams: bool = True,
         shares_prefix: bool = True,
+        outgrows: bool = False,
         merge: Merge | None = None,
     ) -> list[Hashable]:
         """Add a request as `Engine.add_request` does; return the ids of its sequences.
@@ -170,6 +177,7 @@ class Service:
             private: outputs go to ``on_output`` alone.
             streams: ``on_output`` hears of new tokens, not only of the end.
             shares_prefix: its prompt may share blocks with other requests.
+            outgrows: go on past `max_position_embeddings` where positions have no end.
             merge: how `generation_config` and overrides become one config; None: as `generate()`.
         """
         session = self.session()
@@ -191,6 +199,7 @@ class Service:
                 "computes the whole sequence anew, which an engine does not do; pass a smaller "
                 "max_new_tokens, or call model.generate()"
             )
+        outgrows = outgrows and _may_outgrow(session, len(ids) + longest)
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
@@ -214,19 +223,44 @@ class Service:
                 cache_salt=salt,
                 max_cached_tokens=not_scored if shares_prefix else None,
             )
-            jobs.append(Job(request, sample, params.on_output, private, streams, scores))
+            jobs.append(Job(request, sample, params.on_output, private, streams, scores, outgrows))
+        return self._post(request_id, jobs)
+
+    def _post(self, request_id: Hashable, jobs: list[Job]) -> list[Hashable]:
+        """Put the sequences of a request into the inbox, all or none; return their ids."""
         names = [job.request.request_id for job in jobs]
+        has_begun = False
+        try:
+            with self._mutex:
+                self._check_open()
+                for name in names:
+                    if name in self._live:
+                        raise ValueError(f"request_id {name!r} is in use; choose another, or None")
+                has_begun = True
+                self._inbox.extend(jobs)
+                self._live.update(dict.fromkeys(names, request_id))
+                self._sequences[request_id] = set(names)
+                self._idle.clear()
+            self._stepper.notify()
+            return names
+        except BaseException:  # an interrupt: nobody may know that the request is here
+            if has_begun:
+                self._take_back(request_id, jobs)
+            raise
+
+    def _take_back(self, request_id: Hashable, jobs: list[Job]) -> None:
+        """Undo `_post` as far as it came; what another thread has taken meanwhile is cancelled."""
         with self._mutex:
-            self._check_open()
-            for name in names:
-                if name in self._live:
-                    raise ValueError(f"request_id {name!r} is in use; choose another, or None")
-            self._live.update(dict.fromkeys(names, request_id))
-            self._sequences[request_id] = set(names)
-            self._inbox.extend(jobs)
-            self._idle.clear()
-        self._stepper.notify()
-        return names
+            names = [job.request.request_id for job in jobs]
+            if all(job in self._inbox and job is not self._entering for job in jobs):
+                for job, name in zip(jobs, names, strict=True):
+                    self._inbox.remove(job)
+                    self._live.pop(name, None)
+                self._sequences.pop(request_id, None)
+                if not self._live:
+                    self._idle.set()
+            else:
+                self._inbox.extend(_Cancel(name) for name in names if name in self._live)
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait until others have brought all requests to their end; say whether they have."""
@@ -243,6 +277,16 @@ class Service:
 
     def advance(self, *, tokens: bool) -> list[RequestOutput]:
         """Take one step; return the outputs, without `tokens` those of ended requests alone."""
+        outputs = self._advance(tokens=tokens)
+        self._let_others_move()
+        return outputs
+
+    def _let_others_move(self) -> None:
+        """Where they hold what we wait for, leave them the model's lock for a moment."""
+        if self.engine.is_starved:
+            time.sleep(_PAUSE)
+
+    def _advance(self, *, tokens: bool) -> list[RequestOutput]:
         with on_device(self.session()):
             session = self.session()  # accelerate() may have run while we waited
             if self._is_stepping:
@@ -275,7 +319,7 @@ class Service:
                 return
             self._closed = True  # from here on nothing is added
         self._stepper.stop()
-        self._end_all("cancelled", None)
+        self._end_all("cancelled", "the engine was closed")
 
     def check_integrity(self) -> None:
         """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
@@ -354,25 +398,35 @@ class Service:
         if not lock.acquire(timeout=_PATIENCE):
             return
         try:
-            self.advance(tokens=False)
+            self._advance(tokens=False)
         except Exception as error:
             if not self._closed:
                 logger.exception("a step of the engine failed")
                 self._end_all("error", f"{type(error).__name__}: {error}")
         finally:
             lock.release()
+        self._let_others_move()
 
     def _model_lock(self) -> threading.RLock:
         session = find_session(self.target)
         return self._lock if session is None else session.lock
 
     def _empty_inbox(self, engine: ServingEngine) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
+        # What an interrupt breaks off stays first in the inbox; to do it twice does no harm.
+        while True:
+            with self._mutex:
+                if not self._inbox:
+                    return
+                self._entering = item = self._inbox[0]
             if isinstance(item, Job):
                 engine.add(item)
             else:
-                engine.cancel(item.request_id)
+                engine.cancel(item.request_id, item.why)
+            with self._mutex:
+                # A callback may have closed this, and emptied the inbox.
+                if self._inbox and self._inbox[0] is item:
+                    self._inbox.popleft()
+                self._entering = None
 
     def _deliver(self, outputs: list[RequestOutput], ended: list[Hashable]) -> None:
         if not (outputs or ended):
@@ -399,6 +453,26 @@ class Service:
             self._deliver(*self.engine.take_outputs(tokens=False))
 
 
+def _may_outgrow(session: Session, num_tokens: int) -> bool:
+    """Say whether sequences may pass the model's limit as under transformers' own manager.
+
+    That one never looks at it. We do where the positions of the model end, or where only its
+    forward knows whether they do. A request without any limit ends there, too: it may have no end.
+    """
+    core, step = session.core, session.step
+    if core is None or session.config.max_model_len is not None:
+        return False
+    if isinstance(step, DecoderStep) and not step.max_positions:
+        return True
+    if core.max_model_len < num_tokens <= MAX_MODEL_LEN:
+        warn_once(
+            f"generate_batch() ends sequences at {core.max_model_len} tokens: the model's "
+            "positions end there, or are its own forward's affair; lower max_new_tokens, or pass "
+            "Config(max_model_len=...) where the model can go on"
+        )
+    return False
+
+
 def _orphan(held: list[ServingEngine]) -> None:
     # A finalizer runs anywhere, also within a step: so it only leaves word.
     for engine in held:
@@ -408,10 +482,11 @@ def _orphan(held: list[ServingEngine]) -> None:
 class _Cancel:
     """A request to cancel a sequence."""
 
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "why")
 
-    def __init__(self, request_id: Hashable) -> None:
+    def __init__(self, request_id: Hashable, why: str | None = None) -> None:
         self.request_id = request_id
+        self.why = why
 
 
 __all__ = ["Service"]

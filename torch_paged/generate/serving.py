@@ -28,6 +28,13 @@ class Engine:
     called between two steps, and both share the KV cache. Dropout is off, whatever mode the model
     is in.
 
+    Engines of one model share its KV cache, too. A request for which it has no blocks while others
+    than this engine hold some waits until these come back, or gives its own up meanwhile. It ends
+    as "error" if the cache could never hold it, or when nobody has launched a step or given a
+    block back for 30 seconds: `run` and `stream` wait so long for another engine that holds the
+    blocks and is not stepped by another thread. Two engines of one thread are stepped in turns, or
+    one is run to its end before the other gets requests.
+
     Args:
         model: as for `accelerate`; it is accelerated if it is not, and restored by `close` then.
         config: applied to the model, also if it is accelerated already; None keeps its own. KV
