@@ -34,7 +34,8 @@ logger = logging.getLogger("torch_paged")
 
 # Weights that move this many runs in a row are not worth capturing for.
 _MAX_MOVES = 3
-# Above what all buckets of decode and prefill need together: dropping one waits for the device.
+# Above what all buckets of decode and prefill need together for one way to choose tokens: dropping
+# one waits for the device.
 _MAX_GRAPHS = 256
 _UNBOUND = (-1, -1)
 # A pool that must copy to grow does so in few, large steps.

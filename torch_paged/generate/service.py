@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_paged.config import MAX_MODEL_LEN
-from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.engine import ServingEngine
 from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
-from torch_paged.engine.request import FinishReason, Request
-from torch_paged.engine.scores import PromptScores
-from torch_paged.errors import TorchPagedError, UnsupportedFeatureError, UnsupportedModelError
+from torch_paged.engine.request import FinishReason
+from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.images import refuse_images
+from torch_paged.generate.jobs import make_jobs
 from torch_paged.generate.registry import find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
 from torch_paged.generate.values import hashable, prompt_list
-from torch_paged.log import logger, warn_once
+from torch_paged.log import logger
 from torch_paged.patches import seams
 
 # Seconds that the engine's own thread waits for the model before it looks whether to stop.
@@ -192,38 +190,20 @@ class Service:
             self._draw_seed,
             merge or self._merge,
         )
-        longest = max(sample.max_new_tokens for sample in params.samples)
-        if session.step is not None and session.step.recomputes(len(ids), longest):
-            raise UnsupportedFeatureError(
-                f"{len(ids)} tokens and up to {longest} more pass the length at which longrope "
-                "computes the whole sequence anew, which an engine does not do; pass a smaller "
-                "max_new_tokens, or call model.generate()"
-            )
-        outgrows = outgrows and _may_outgrow(session, len(ids) + longest)
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
-        # A prompt is scored as it is computed: what others have computed of that does not help.
-        scores = PromptScores.of(len(ids), params.samples[0])
-        not_scored = None if scores is None else scores.first - 1
-        # Without prefix caching only the samples of one prompt share its blocks.
-        shares_prefix &= session.config.enable_prefix_caching and not_scored != 0
-        # Keys of equal tokens differ with the length of the prompt.
-        shares_prefix &= session.step is None or not session.step.has_spans
-        salt = b"" if shares_prefix else b"request %d" % number
-        jobs: list[Job] = []
-        for index, sample in enumerate(params.samples):
-            name = request_id if index == 0 else f"{request_id}__child#{index - 1}"
-            request = Request(
-                name,
-                ids,
-                sample.max_new_tokens,
-                priority=params.priority,
-                deadline=params.deadline,
-                cache_salt=salt,
-                max_cached_tokens=not_scored if shares_prefix else None,
-            )
-            jobs.append(Job(request, sample, params.on_output, private, streams, scores, outgrows))
+        jobs = make_jobs(
+            session,
+            ids,
+            params,
+            request_id,
+            private=private,
+            streams=streams,
+            shares_prefix=shares_prefix,
+            outgrows=outgrows,
+            salt=b"request %d" % number,
+        )
         return self._post(request_id, jobs)
 
     def _post(self, request_id: Hashable, jobs: list[Job]) -> list[Hashable]:
@@ -451,26 +431,6 @@ class Service:
                 self._inbox.clear()
             self.engine.end_all(waiting, reason, error)
             self._deliver(*self.engine.take_outputs(tokens=False))
-
-
-def _may_outgrow(session: Session, num_tokens: int) -> bool:
-    """Say whether sequences may pass the model's limit as under transformers' own manager.
-
-    That one never looks at it. We do where the positions of the model end, or where only its
-    forward knows whether they do. A request without any limit ends there, too: it may have no end.
-    """
-    core, step = session.core, session.step
-    if core is None or session.config.max_model_len is not None:
-        return False
-    if isinstance(step, DecoderStep) and not step.max_positions:
-        return True
-    if core.max_model_len < num_tokens <= MAX_MODEL_LEN:
-        warn_once(
-            f"generate_batch() ends sequences at {core.max_model_len} tokens: the model's "
-            "positions end there, or are its own forward's affair; lower max_new_tokens, or pass "
-            "Config(max_model_len=...) where the model can go on"
-        )
-    return False
 
 
 def _orphan(held: list[ServingEngine]) -> None:
