@@ -19,9 +19,9 @@ from torch_paged.ops.rms_norm import (
     rms_norm_reference,
 )
 from torch_paged.ops.rms_norm.kernel import (
-    launch_add_rms_norm,
-    launch_rms_norm,
-    launch_rms_norm_add,
+    _launch_add_rms_norm,
+    _launch_rms_norm,
+    _launch_rms_norm_add,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,7 +123,7 @@ def test_kernel_matches_hugging_face(kind, width, dtype):
     _, offset, cast = KINDS[kind]
     for inputs in INPUTS:
         x = _rows(inputs, width, dtype)
-        got = launch_rms_norm(x, module.weight, EPS, offset, cast)
+        got = _launch_rms_norm(x, module.weight, EPS, offset, cast)
         _assert_matches(got, module, x, offset)
 
 
@@ -136,12 +136,12 @@ def test_kernel_error_is_within_twice_that_of_hugging_face(kind, dtype):
     exact = _exact(x, module, offset)
     budget = (module(x).double() - exact).abs().max()
     budget += 0.5 * torch.finfo(dtype).eps * exact.abs().max()
-    got = launch_rms_norm(x, module.weight, EPS, offset, cast)
+    got = _launch_rms_norm(x, module.weight, EPS, offset, cast)
     assert (got.double() - exact).abs().max() <= 2 * budget
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("launch", [launch_add_rms_norm, add_rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_add_rms_norm, add_rms_norm_reference])
 @pytest.mark.parametrize("width", [80, 4097])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sum_is_the_one_that_hugging_face_holds(kind, width, launch, dtype):
@@ -165,8 +165,8 @@ def test_what_is_added_after_the_norm_is_added_as_by_torch(kind, dtype, gain_dty
     x, arguments = _rows("normal", 80, dtype), (weight, EPS, offset, cast)
     for residual_dtype in (dtype, torch.float32):
         residual = _rows("normal", 80, residual_dtype) * 3
-        got = launch_rms_norm_add(x, residual, *arguments)
-        expected = residual + launch_rms_norm(x, *arguments)
+        got = _launch_rms_norm_add(x, residual, *arguments)
+        expected = residual + _launch_rms_norm(x, *arguments)
         # In float32 a GPU may add without rounding the product.
         rtol = 1e-6 if expected.dtype == torch.float32 else 0
         torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
@@ -175,7 +175,7 @@ def test_what_is_added_after_the_norm_is_added_as_by_torch(kind, dtype, gain_dty
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("launch", [launch_rms_norm, rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 def test_gemma_gain_is_added_in_fp32(launch):
     # x_hat is 1, so the output is the gain: 1.00390625 in fp32; 1 + 2**-8 in bf16 would be 1.
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=DEVICE)
@@ -188,7 +188,7 @@ def test_gemma_gain_is_added_in_fp32(launch):
     torch.testing.assert_close(got, torch.full_like(got, 1.0078125), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("launch", [launch_rms_norm, rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 def test_offset_implies_the_fp32_product(launch):
     module = _module("gemma3", 80, torch.bfloat16)
     x = _rows("normal", 80, torch.bfloat16)
@@ -197,7 +197,7 @@ def test_offset_implies_the_fp32_product(launch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("launch", [launch_rms_norm, rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 def test_fp32_gain_promotes_as_in_hugging_face(kind, launch):
     module = _module(kind, 80, torch.float32)
     _, offset, cast = KINDS[kind]
@@ -206,7 +206,7 @@ def test_fp32_gain_promotes_as_in_hugging_face(kind, launch):
     _assert_matches(launch(x, module.weight, EPS, offset, cast), module, x, offset)
 
 
-@pytest.mark.parametrize("launch", [launch_add_rms_norm, add_rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_add_rms_norm, add_rms_norm_reference])
 def test_bf16_row_is_added_to_an_fp32_residual_in_fp32(launch):
     module = _module("gemma3", 80, torch.bfloat16)
     x = _rows("normal", 80, torch.bfloat16)
@@ -217,7 +217,7 @@ def test_bf16_row_is_added_to_an_fp32_residual_in_fp32(launch):
     _assert_matches(got, module, residual + x, 1.0)
 
 
-@pytest.mark.parametrize("launch", [launch_rms_norm, rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_of_a_strided_projection_count_as_rows(dtype, launch):
     module = _module("llama", 24, dtype)
@@ -227,7 +227,7 @@ def test_heads_of_a_strided_projection_count_as_rows(dtype, launch):
     _assert_matches(launch(heads, module.weight, EPS), module, heads, 0.0)
 
 
-@pytest.mark.parametrize("launch", [launch_rms_norm, rms_norm_reference])
+@pytest.mark.parametrize("launch", [_launch_rms_norm, rms_norm_reference])
 def test_zeros_give_zeros_without_a_weight_too(launch):
     x = torch.zeros(2, 80, dtype=torch.float16, device=DEVICE)
     torch.testing.assert_close(launch(x, None, EPS), x, rtol=0, atol=0)
@@ -236,19 +236,19 @@ def test_zeros_give_zeros_without_a_weight_too(launch):
 def test_row_does_not_depend_on_the_batch():
     module = _module("llama", 144, torch.bfloat16)
     x = _rows("normal", 144, torch.bfloat16, num_rows=7)
-    alone = torch.cat([launch_rms_norm(row, module.weight, EPS) for row in x.split(1)])
-    torch.testing.assert_close(launch_rms_norm(x, module.weight, EPS), alone, rtol=0, atol=0)
+    alone = torch.cat([_launch_rms_norm(row, module.weight, EPS) for row in x.split(1)])
+    torch.testing.assert_close(_launch_rms_norm(x, module.weight, EPS), alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(0, 80), (0, 3, 80), (2, 0)])
 def test_no_rows_give_no_rows(shape):
     x = torch.empty(shape, device=DEVICE)
     weight = torch.ones(shape[-1], device=DEVICE)
-    for norm in (launch_rms_norm, rms_norm_reference):
+    for norm in (_launch_rms_norm, rms_norm_reference):
         assert norm(x, weight, EPS).shape == shape
-    for norm in (launch_add_rms_norm, add_rms_norm_reference):
+    for norm in (_launch_add_rms_norm, add_rms_norm_reference):
         assert [part.shape for part in norm(x, x, weight, EPS)] == [shape, shape]
-    for norm in (launch_rms_norm_add, rms_norm_add_reference):
+    for norm in (_launch_rms_norm_add, rms_norm_add_reference):
         assert norm(x, x, weight, EPS).shape == shape
 
 

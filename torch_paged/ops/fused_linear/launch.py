@@ -32,7 +32,7 @@ from torch_paged.ops.fused_linear.start import (
     start_wide_gemm,
 )
 from torch_paged.ops.fused_linear.wide_config import MAX_FEATURES, AheadGemmConfig, WideGemmConfig
-from torch_paged.ops.rms_norm.kernel import launch_rms_norm
+from torch_paged.ops.rms_norm.kernel import _launch_rms_norm
 
 # Kernels that multiply while the first half of an update runs. The GEMV gains more by starting
 # before that half, while its predecessor runs; what the tile copies read only a wait orders.
@@ -108,7 +108,7 @@ def _launch_fused_linear(
             release_late=after_shrink,
         )
     if norm_outside:
-        x = launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
+        x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
         norm_weight, norm = None, False
     out = torch.empty(
         (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device

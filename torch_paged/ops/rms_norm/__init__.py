@@ -17,9 +17,9 @@ from torch import Tensor
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.rms_norm.kernel import (
     MAX_WIDTH,
-    launch_add_rms_norm,
-    launch_rms_norm,
-    launch_rms_norm_add,
+    _launch_add_rms_norm,
+    _launch_rms_norm,
+    _launch_rms_norm_add,
     out_dtype,
 )
 from torch_paged.ops.rms_norm.reference import (
@@ -79,7 +79,7 @@ _RMS_NORM = register_op(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset=0.0, "
     "bool cast_before_gain=True) -> Tensor",
     cpu=rms_norm_reference,
-    cuda=launch_rms_norm,
+    cuda=_launch_rms_norm,
     fake=_rms_norm_fake,
 )
 
@@ -87,7 +87,7 @@ _ADD_RMS_NORM = register_op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset=0.0, "
     "bool cast_before_gain=True) -> (Tensor, Tensor)",
     cpu=add_rms_norm_reference,
-    cuda=launch_add_rms_norm,
+    cuda=_launch_add_rms_norm,
     fake=_add_rms_norm_fake,
 )
 
@@ -95,7 +95,7 @@ _RMS_NORM_ADD = register_op(
     "rms_norm_add(Tensor x, Tensor residual, Tensor? weight, float eps, float offset=0.0, "
     "bool cast_before_gain=True) -> Tensor",
     cpu=rms_norm_add_reference,
-    cuda=launch_rms_norm_add,
+    cuda=_launch_rms_norm_add,
     fake=_rms_norm_add_fake,
 )
 

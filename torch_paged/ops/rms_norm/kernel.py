@@ -138,7 +138,7 @@ def _launch(
     return out, total
 
 
-def launch_rms_norm(
+def _launch_rms_norm(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -148,7 +148,7 @@ def launch_rms_norm(
     return _launch(x, None, weight, eps, offset, cast_before_gain)[0]
 
 
-def launch_add_rms_norm(
+def _launch_add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
@@ -161,7 +161,7 @@ def launch_add_rms_norm(
     return out, total
 
 
-def launch_rms_norm_add(
+def _launch_rms_norm_add(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
@@ -174,8 +174,5 @@ def launch_rms_norm_add(
 
 __all__ = [
     "MAX_WIDTH",
-    "launch_add_rms_norm",
-    "launch_rms_norm",
-    "launch_rms_norm_add",
     "out_dtype",
 ]
