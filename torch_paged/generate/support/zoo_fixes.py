@@ -148,6 +148,11 @@ FIXES: dict[str, Fields] = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention"],
         "layer_types": DROP,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
     },
     "mpt": {"use_cache": True},
     "jamba": {"layer_types": DROP, "attn_layer_period": 2, "attn_layer_offset": 1},
