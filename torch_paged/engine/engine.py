@@ -226,10 +226,10 @@ class ServingEngine:
 
     def _make_long_enough(self, job: Job) -> None:
         """Raise the limit for a job that may outgrow it, and that has a limit of its own."""
-        request = job.request
-        wanted = request.num_prompt_tokens + request.max_new_tokens
         if not job.outgrows:
             return
+        request = job.request
+        wanted = request.num_prompt_tokens + request.max_new_tokens
         if wanted > MAX_MODEL_LEN:
             # Whatever others have raised the limit to.
             left = self._core.max_model_len - request.num_prompt_tokens

@@ -78,6 +78,7 @@ def _rms_norm_kernel(
 
 
 def out_dtype(x_dtype: torch.dtype, weight: Tensor | None, promote: bool) -> torch.dtype:
+    """Return the dtype of the normalised rows; `promote`: as torch promotes x and weight."""
     if weight is None or not promote:
         return x_dtype
     return torch.promote_types(x_dtype, weight.dtype)
