@@ -42,10 +42,10 @@ from torch_paged.graphs.capture import GraphCache
 _TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536)
 _TOKEN_BUCKETS = (*_TOKENS, 1792, 2048)
 # Steps of more tokens are captured where the device would wait for the host, which takes 0.6 ms a
-# layer to launch 8,192 prompt tokens op by op, and more for rows beside them and for packing: on an
-# H200 those of `benchmarks.ragged` left the device idle for 490 of 2,774 ms at 0.6B, and for 50 of
-# 7,245 ms at 8B. So many operations in a layer are 2.5 ms of it. Past that, activations should not
-# stay in the graphs' pool either.
+# layer to launch 8,192 prompt tokens op by op, and more for rows beside them and for packing. On
+# an H200 those of `benchmarks.ragged` left the device idle for 490 of 2,774 ms at 0.6B, and for 50
+# of 7,245 ms at 8B. So many operations in a layer are 2.5 ms of it. Past that, activations should
+# not stay in the graphs' pool either.
 _LARGE_TOKEN_BUCKETS = tuple(range(2560, 8193, 512))
 _LARGE_FLOPS = 1.5e12
 # Chunks that a step has room for, by its tokens: few where admissions come in ones and twos, as a
