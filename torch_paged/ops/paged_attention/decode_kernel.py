@@ -136,6 +136,7 @@ def decode_attention_kernel(
     # Where programs wait for each other rather than for the previous kernel, what counts is how
     # many loads follow one another: the new heads and the table are asked for beside the length.
     TABLE_FIRST: tl.constexpr = HEADS_FIRST and not (SPLIT or HAS_WINDOW)
+    OWN_FIRST: tl.constexpr = FUSED and (EARLY or HEADS_FIRST)
     first_blocks = n
     any_block = slot
     if HEADS_FIRST:
@@ -195,7 +196,7 @@ def decode_attention_kernel(
     # registers to spare it looks that up while it waits anyway.
     own = split == num_active - 1
     mine = slot
-    if FUSED and EARLY:
+    if OWN_FIRST:
         block_ptr = table_ptr + position // BLOCK_SIZE
         mine = tl.load(block_ptr, mask=own, other=0, cache_modifier=".cg").to(tl.int64)
     # Every row of a tile reads a block of this row's context; past the end, its last one.
@@ -233,9 +234,9 @@ def decode_attention_kernel(
     q_gain, q_partner_gain = 0.0, 0.0
     k_gain, k_partner_gain = 0.0, 0.0
     if HAS_Q_NORM:
-        q_gain, q_partner_gain = load_gain(q_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
+        q_gain, q_partner_gain = load_gain(q_norm_ptr, ROWS, D, BLOCK_D, HALF, INTERLEAVED)
     if HAS_K_NORM:
-        k_gain, k_partner_gain = load_gain(k_norm_ptr, norm_offset, D, BLOCK_D, HALF, INTERLEAVED)
+        k_gain, k_partner_gain = load_gain(k_norm_ptr, ROWS, D, BLOCK_D, HALF, INTERLEAVED)
     if PREFETCH:
         hint_low = tl.where(split < num_active, low, high) + (BLOCK_N if EARLY else 0)
         prefetch_range(
@@ -285,7 +286,18 @@ def decode_attention_kernel(
 
     r = tl.arange(0, ROWS)
     q = norm_and_rotate(
-        q, q_partner, cos, sin, q_gain, q_partner_gain, eps, D, HALF, HAS_Q_NORM, CAST_BEFORE_GAIN
+        q,
+        q_partner,
+        cos,
+        sin,
+        q_gain,
+        q_partner_gain,
+        norm_offset,
+        eps,
+        D,
+        HALF,
+        HAS_Q_NORM,
+        CAST_BEFORE_GAIN,
     )
     if FUSED:
         k_new = norm_and_rotate(
@@ -295,6 +307,7 @@ def decode_attention_kernel(
             sin,
             k_gain,
             k_partner_gain,
+            norm_offset,
             eps,
             D,
             HALF,
@@ -330,7 +343,7 @@ def decode_attention_kernel(
             total = tl.where(own, 1.0, total)
             acc = tl.where(own, v_new.to(tl.float32)[None, :], acc)
             if own:
-                if not EARLY:
+                if not OWN_FIRST:
                     mine = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
                 inside = position % BLOCK_SIZE
                 new_k_ptrs = k_head_ptr + mine * stride_kcb + inside * stride_kcs + d[None, :]
