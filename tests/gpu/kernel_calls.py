@@ -28,6 +28,7 @@ from torch_paged.ops.fused_linear.configs import (
     TileGemmConfig,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
+from torch_paged.ops.fused_linear.shrink_norm import launch_shrink_norm
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.glu import ACTIVATIONS, activation, glu
 from torch_paged.ops.lora_expand import lora_expand_
@@ -377,6 +378,8 @@ def _shrink(num_tokens: int, in_features: int, dtype: torch.dtype, extra: int) -
     downs = [_rows(rank, in_features, extra=extra, dtype=dtype) for rank in (16, 1, 5)]
     lora_shrink(x, downs, _randn(in_features), norm=True, eps=1e-6)
     assert lora_shrink(x, downs).cpu().isfinite().all()
+    for out in launch_shrink_norm(x, downs, _randn(in_features), 1e-6, 0.0, True):
+        assert out.cpu().isfinite().all()
 
 
 def _expand(num_tokens: int, n: int, rank: int, dtype: torch.dtype) -> None:

@@ -103,6 +103,38 @@ def _shrink(
     return replace(target, types={**target.types, **dict.fromkeys(floats, "*fp32")})
 
 
+def _shrink_norm(label: str, config: tuple[int, int, int, int, int], in_features: int) -> Target:
+    rows, chunks, warps, k_warps, registers = config
+    return Target(
+        "fused_linear.shrink_norm:_shrink_norm_kernel",
+        label=label,
+        types={
+            **dict.fromkeys(("eps", "norm_offset"), "fp32"),
+            **dict.fromkeys(("d0_ptr", "d1_ptr", "d2_ptr", "out_ptr"), "*fp32"),
+        },
+        constants={
+            "K": in_features,
+            "BLOCK": in_features,
+            "NUM_WEIGHTS": 3,
+            "HAS_GAIN": True,
+            "CAST_BEFORE_GAIN": True,
+            "TOKENS": 4,
+            "ROWS": rows,
+            "CHUNKS": chunks,
+            "WARPS": warps,
+            "K_WARPS": k_warps,
+            "VEC": 8,
+            "EVEN_K": True,
+            "EVEN_N": True,
+            "EVEN_T": True,
+        },
+        num_warps=warps,
+        num_stages=1,
+        options={"maxnreg": registers},
+        hot=True,
+    )
+
+
 def _small_gemm(
     label: str,
     config: tuple[int, int, int, int, int],
@@ -282,6 +314,8 @@ TARGETS = [
     _shrink("shrink-14336", (1, 4, 8, 8, 80), 14336, RELEASE_LATE=True),
     _shrink("shrink-4096-32", (1, 1, 8, 8, 168), 4096, 4, **_QKV),
     _shrink("shrink-4096-64", (2, 1, 8, 8, 168), 4096, 4, **_QKV),
+    _shrink_norm("shrink-1024-32", (1, 1, 4, 4, 168), 1024),
+    _shrink_norm("shrink-8192-64", (1, 1, 16, 16, 80), 8192),
     _small_gemm("qkv-1024", (8, 4, 4, 1, 128), 1024, **_QKV),
     _small_gemm("qkv-4096", (16, 2, 4, 1, 128), 4096, **_QKV_BIASED),
     _small_gemm("gated-4096", (16, 1, 4, 1, 128), 4096, **_GATED),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_paged.ops.fused_linear import (
     NUM_COUNTERS,
+    arguments,
     fused_linear,
     fused_linear_reference,
     launch,
@@ -27,9 +28,12 @@ from torch_paged.ops.fused_linear.shrink import (
     choose_shrink_config,
     launch_shrink,
 )
+from torch_paged.ops.fused_linear.shrink_norm import launch_shrink_norm
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.glu import activation_reference
 from torch_paged.ops.lora_shrink import lora_shrink
+from torch_paged.ops.rms_norm import kernel as rms_norm_kernel
+from torch_paged.ops.rms_norm import rms_norm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -126,6 +130,22 @@ def test_shrink_takes_any_size_and_stride(num_tokens: int, in_features: int) -> 
     got = launch_shrink(x, downs)
     want = x.double() @ downs[0].double().T
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+@pytest.mark.parametrize("in_features", [64, 575, 1100])
+@pytest.mark.parametrize("cast", [True, False])
+def test_shrink_and_norm_share_a_kernel(cast: bool, in_features: int, num_tokens: int) -> None:
+    x = randn(num_tokens, in_features + 3, dtype=torch.bfloat16)[:, 1:-2]
+    gain = randn(in_features, dtype=torch.float32)
+    downs = [randn(r, in_features, dtype=torch.float32, seed=r) for r in (4, 0, 3)]
+    got, rows = launch_shrink_norm(x, downs, gain, 1e-5, 0.5, cast)
+    want = normed(x, gain, True, 1e-5, 0.5)
+    within(rows, want, rms_norm_reference(x, gain, 1e-5, 0.5, cast).to(x.dtype), x.dtype)
+    assert rows.dtype == x.dtype and rows.is_contiguous()
+    assert torch.equal(got, launch_shrink(x, downs, gain, True, 1e-5, 0.5, cast))
+    sums = torch.cat([want @ down.double().T for down in downs], dim=-1)
+    assert (got - sums).abs().max() <= 1e-5 * sums.abs().max()
 
 
 def test_past_the_kernels_rows_the_shrink_is_the_reference() -> None:
@@ -364,10 +384,14 @@ def test_matrices_of_other_dtypes_are_refused() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("together", [False, True], ids=["two ops", "one op"])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize("width", [1024, 2048])
 @pytest.mark.parametrize("num_tokens", [1, 8, 32, 64, 100])
-def test_a_captured_chain_keeps_its_order(num_tokens: int, together: bool) -> None:
+def test_a_captured_chain_keeps_its_order(
+    num_tokens: int, width: int, norm: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The halves overlap with their neighbours; what they read must still be finished."""
-    width, rank = 1024, 16
+    rank = 16
     weights = [randn(width, width, dtype=torch.bfloat16, scale=0.02, seed=i) for i in range(6)]
     downs = [randn(rank, width, dtype=torch.float32, scale=0.03, seed=i) for i in range(6)]
     ups = [randn(width, rank, dtype=torch.float32, scale=0.2, seed=i) for i in range(6)]
@@ -379,14 +403,14 @@ def test_a_captured_chain_keeps_its_order(num_tokens: int, together: bool) -> No
         for index in range(36):
             at = index % 6
             halves: dict[str, Any] = {"downs": [downs[at]]}
-            if synchronize or not together:
-                halves = {"lora_x": lora_shrink(x, [downs[at]], norm=True, eps=1e-6)}
+            if not together:
+                halves = {"lora_x": lora_shrink(x, [downs[at]], norm=norm, eps=1e-6)}
             if synchronize:
                 torch.cuda.synchronize()
             x = fused_linear(
                 x,
                 [weights[at]],
-                norm=True,
+                norm=norm,
                 eps=1e-6,
                 residual=x if index % 2 else None,
                 counters=counters,
@@ -398,7 +422,11 @@ def test_a_captured_chain_keeps_its_order(num_tokens: int, together: bool) -> No
                 torch.cuda.synchronize()
         return x
 
-    want = chain(synchronize=True)
+    with monkeypatch.context() as patch:
+        # One kernel after the other, those of one op too.
+        for module in (arguments, rms_norm_kernel):
+            patch.setattr(module, "use_pdl", lambda tensor: False)
+        want = chain(synchronize=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain(synchronize=False)

@@ -24,7 +24,8 @@ from torch_paged.ops.fused_linear.configs import (
     without_copies,
 )
 from torch_paged.ops.fused_linear.reference import fused_linear_reference
-from torch_paged.ops.fused_linear.shrink import launch_shrink
+from torch_paged.ops.fused_linear.shrink import MAX_SHRINK_ROWS, launch_shrink
+from torch_paged.ops.fused_linear.shrink_norm import MAX_NORM_WIDTH, launch_shrink_norm
 from torch_paged.ops.fused_linear.start import (
     start_ahead_gemm,
     start_gemm,
@@ -94,22 +95,12 @@ def _launch_fused_linear(
             update_scales,
             downs,
         )
-    norm_outside = norm and isinstance(config, NormOutside)
-    after_shrink = downs is not None and not norm_outside and isinstance(config, _OVERLAPPING)
-    if downs is not None:
-        lora_x = launch_shrink(
-            x,
-            downs,
-            norm_weight,
-            norm,
-            eps,
-            norm_offset,
-            cast_before_gain,
-            release_late=after_shrink,
-        )
-    if norm_outside:
-        x = _launch_rms_norm(x, norm_weight, eps, norm_offset, cast_before_gain).to(x.dtype)
-        norm_weight, norm = None, False
+    after_shrink = False
+    if downs is not None or (norm and isinstance(config, NormOutside)):
+        norms = (norm_weight, norm, eps, norm_offset, cast_before_gain)
+        x, norm, made, after_shrink = _before_the_product(x, downs, norms, config)
+        norm_weight = norm_weight if norm else None
+        lora_x = lora_x if downs is None else made
     out = torch.empty(
         (num_tokens, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device
     )
@@ -128,3 +119,30 @@ def _launch_fused_linear(
     else:
         start_gemm(config, num_tokens, sizes, arguments, counters)
     return out
+
+
+def _before_the_product(
+    x: Tensor,
+    downs: Sequence[Tensor] | None,
+    norms: tuple[Tensor | None, bool, float, float, bool],
+    config: Config,
+) -> tuple[Tensor, bool, Tensor | None, bool]:
+    """Launch what has a kernel before that of `config`: first halves, and a norm left outside.
+
+    Returns:
+        What to multiply, whether that is still to be normalised, the first halves, and whether the
+        product may begin beside them.
+    """
+    weight, norm, eps, offset, cast = norms
+    outside = norm and isinstance(config, NormOutside)
+    if downs is None:
+        return _launch_rms_norm(x, weight, eps, offset, cast).to(x.dtype), False, None, False
+    some = x.shape[0] <= MAX_SHRINK_ROWS and any(down.shape[0] for down in downs)
+    if outside and some and x.shape[1] <= MAX_NORM_WIDTH:
+        lora_x, x = launch_shrink_norm(x, downs, weight, eps, offset, cast)
+        return x, False, lora_x, False
+    beside = not outside and isinstance(config, _OVERLAPPING)
+    lora_x = launch_shrink(x, downs, weight, norm, eps, offset, cast, release_late=beside)
+    if outside:
+        x = _launch_rms_norm(x, weight, eps, offset, cast).to(x.dtype)
+    return x, norm and not outside, lora_x, beside

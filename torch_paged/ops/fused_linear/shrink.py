@@ -16,7 +16,7 @@ from torch_paged.ops.fused_linear.start import start_gemv
 MAX_SHRINK_ROWS = 128
 
 # Rows of x that a program takes.
-_TOKENS = 4
+SHRINK_TOKENS = 4
 _REGISTERS = {1: 80, 2: 128, 4: 168}
 # Of 14,336 features 16 warps take 4 loads where 8 take 7.
 _LONG_STEPS, _LONG_WARPS, _LONG_REGISTERS = 16, 16, 80
@@ -33,8 +33,8 @@ def choose_shrink_config(
             rows, H200, with the warps for long sums 5.185 to 5.058 ms. Where the product waits
             instead, that costs: 0.6B, 32 rows, 1.444 to 1.469 ms.
     """
-    tokens = 1 if num_tokens == 1 else 2 if num_tokens == 2 else _TOKENS
-    if tokens == _TOKENS and steps > _LONG_STEPS:
+    tokens = 1 if num_tokens == 1 else 2 if num_tokens == 2 else SHRINK_TOKENS
+    if tokens == SHRINK_TOKENS and steps > _LONG_STEPS:
         return GemvConfig(1, 1, _LONG_WARPS, _LONG_WARPS, _LONG_REGISTERS)
     warps = 4 if steps <= 4 else 8
     chunks = {1: 4, 2: 2, 4: 1}[tokens]
@@ -71,12 +71,24 @@ def launch_shrink(
         x, downs, [], norm_weight, norm, eps, norm_offset, None, "", False, out
     )
     if config is None:
-        steps = -(-in_features // (32 * arguments.constants["VEC"]))
-        config = choose_shrink_config(
-            device_key(x.device)[1], num_tokens, sum(sizes), steps, overlaps=release_late
-        )
-    start_gemv(config, num_tokens, sizes, arguments, _TOKENS, release_late)
+        config = shrink_config(x, sizes, arguments.constants["VEC"], overlaps=release_late)
+    start_gemv(config, num_tokens, sizes, arguments, SHRINK_TOKENS, release_late)
     return out
 
 
-__all__ = ["MAX_SHRINK_ROWS", "choose_shrink_config", "launch_shrink"]
+def shrink_config(
+    x: Tensor, sizes: Sequence[int], vec: int, *, overlaps: bool = False
+) -> GemvConfig:
+    """Return the launch for the rows of `x` and outputs `sizes`, loads being `vec` elements."""
+    steps = -(-x.shape[1] // (32 * vec))
+    num_processors = device_key(x.device)[1]
+    return choose_shrink_config(num_processors, x.shape[0], sum(sizes), steps, overlaps=overlaps)
+
+
+__all__ = [
+    "MAX_SHRINK_ROWS",
+    "SHRINK_TOKENS",
+    "choose_shrink_config",
+    "launch_shrink",
+    "shrink_config",
+]

@@ -18,6 +18,18 @@ MAX_WIDTH = 32768
 
 
 @triton.jit
+def normalised(x, gain, width, eps, HAS_WEIGHT: tl.constexpr, CAST_BEFORE_GAIN: tl.constexpr):
+    """Return gain * x * rsqrt(mean(x^2) + eps) of a row x, zeros past `width`, in float32."""
+    value = x.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    if CAST_BEFORE_GAIN:
+        value = value.to(x.dtype).to(tl.float32)
+    if HAS_WEIGHT:
+        value = value * gain
+    return value
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -52,6 +64,7 @@ def _rms_norm_kernel(
     mask = cols < width
     if PDL:
         gdc_launch_dependents()
+    gain = 0.0
     if HAS_WEIGHT:
         gain = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
     if PDL:
@@ -64,12 +77,7 @@ def _rms_norm_kernel(
         total = x.to(tl.float32) + residual.to(tl.float32)
         x = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * width + cols, x, mask=mask)
-    value = x.to(tl.float32)
-    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    if CAST_BEFORE_GAIN:
-        value = value.to(x.dtype).to(tl.float32)
-    if HAS_WEIGHT:
-        value = value * gain
+    value = normalised(x, gain, width, eps, HAS_WEIGHT, CAST_BEFORE_GAIN)
     if ADD_AFTER:
         if not WIDE_NORM:
             value = value.to(x.dtype).to(tl.float32)
@@ -175,5 +183,6 @@ def _launch_rms_norm_add(
 
 __all__ = [
     "MAX_WIDTH",
+    "normalised",
     "out_dtype",
 ]
