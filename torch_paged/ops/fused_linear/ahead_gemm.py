@@ -9,12 +9,10 @@ Programs share out in_features as in wide_gemm.py.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import load_gain, locate
+from torch_paged.ops.fused_linear.parts import load_gain, locate, prefetch_updates
 from torch_paged.ops.fused_linear.wide_parts import (
-    finish_rows,
-    hand_over,
+    finish_tile,
     prefetch_rows,
-    sum_of_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -152,6 +150,24 @@ def _ahead_gemm_kernel(
         gain = load_gain(norm_ptr, k, K)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
     PRESCALE: tl.constexpr = NORM and x_ptr.dtype.element_ty == tl.float16
+    if PDL and MAX_RANK:
+        prefetch_updates(
+            block_id,
+            first_row,
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            n,
+            n0,
+            n1,
+            RANK0,
+            RANK1,
+            RANK2,
+            MAX_RANK,
+            NUM_WEIGHTS,
+            GATED,
+            ROWS,
+        )
     if PDL:
         gdc_wait()
 
@@ -182,115 +198,52 @@ def _ahead_gemm_kernel(
     if GATED:
         acc_up = tl.dot(up, tl.trans(x))
 
-    HAS_SQUARES: tl.constexpr = NORM and not PRESCALE
-    if SPLITS == 1:
-        if HAS_SQUARES:
-            by_token = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= by_token
-            acc_up *= by_token
-        finish_rows(
-            acc,
-            acc_up,
-            block_id,
-            rows,
-            first_token,
-            b_ptr,
-            b1_ptr,
-            residual_ptr,
-            u0_ptr,
-            u1_ptr,
-            u2_ptr,
-            lora_x_ptr,
-            out_ptr,
-            num_tokens,
-            n,
-            n0,
-            n1,
-            column,
-            width,
-            has_bias,
-            stride_residual,
-            scale0,
-            scale1,
-            scale2,
-            NUM_WEIGHTS,
-            HAS_BIAS,
-            HAS_BIAS1,
-            HAS_RESIDUAL,
-            RANK0,
-            RANK1,
-            RANK2,
-            MAX_RANK,
-            ACTIVATION,
-            GATED,
-            TOKENS,
-            ROWS,
-        )
-    else:
-        SUMS: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1)
-        SLOT: tl.constexpr = SUMS + TOKENS
-        sum_ptr = partials_ptr + block_id.to(tl.int64) * (SLOT * SPLITS)
-        counter_ptr = counters_ptr + block_id
-        if HAS_SQUARES:
-            tl.store(sum_ptr + split * SLOT + SUMS + r_token, squares)
-        arrived = hand_over(
-            acc, acc_up, sum_ptr + split * SLOT, counter_ptr, SPLITS, ROWS, TOKENS, GATED, TOGETHER
-        )
-        first = split
-        STEP: tl.constexpr = SPLITS if TOGETHER else 1
-        if not TOGETHER:
-            first = tl.where(arrived == SPLITS, 0, ROWS // SHARE)
-        for share in range(first, ROWS // SHARE, STEP):
-            share_ptr = sum_ptr + share * (SHARE * TOKENS)
-            y = sum_of_splits(share_ptr, SLOT, SPLITS, SHARE, TOKENS)
-            y_up = y
-            if GATED:
-                y_up = sum_of_splits(share_ptr + ROWS * TOKENS, SLOT, SPLITS, SHARE, TOKENS)
-            if HAS_SQUARES:
-                all_squares = sum_of_splits(sum_ptr + SUMS, SLOT, SPLITS, 1, TOKENS)
-                y *= tl.rsqrt(all_squares / K + eps)
-                y_up *= tl.rsqrt(all_squares / K + eps)
-            finish_rows(
-                y,
-                y_up,
-                block_id,
-                first_row + share * SHARE + tl.arange(0, SHARE)[:, None],
-                first_token,
-                b_ptr,
-                b1_ptr,
-                residual_ptr,
-                u0_ptr,
-                u1_ptr,
-                u2_ptr,
-                lora_x_ptr,
-                out_ptr,
-                num_tokens,
-                n,
-                n0,
-                n1,
-                column,
-                width,
-                has_bias,
-                stride_residual,
-                scale0,
-                scale1,
-                scale2,
-                NUM_WEIGHTS,
-                HAS_BIAS,
-                HAS_BIAS1,
-                HAS_RESIDUAL,
-                RANK0,
-                RANK1,
-                RANK2,
-                MAX_RANK,
-                ACTIVATION,
-                GATED,
-                TOKENS,
-                ROWS,
-            )
-        # The last to leave resets the counter: all others have seen it full.
-        left = arrived
-        if TOGETHER:
-            left = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1 - SPLITS
-        if left == SPLITS:
-            tl.store(counter_ptr, 0)
+    finish_tile(
+        acc,
+        acc_up,
+        squares,
+        block_id,
+        block_id,
+        split,
+        first_row,
+        first_token,
+        b_ptr,
+        b1_ptr,
+        residual_ptr,
+        u0_ptr,
+        u1_ptr,
+        u2_ptr,
+        lora_x_ptr,
+        out_ptr,
+        partials_ptr,
+        counters_ptr,
+        num_tokens,
+        n,
+        n0,
+        n1,
+        column,
+        width,
+        has_bias,
+        stride_residual,
+        eps,
+        scale0,
+        scale1,
+        scale2,
+        K,
+        NORM and not PRESCALE,
+        NUM_WEIGHTS,
+        HAS_BIAS,
+        HAS_BIAS1,
+        HAS_RESIDUAL,
+        RANK0,
+        RANK1,
+        RANK2,
+        MAX_RANK,
+        ACTIVATION,
+        GATED,
+        TOKENS,
+        ROWS,
+        SPLITS,
+        SHARE,
+        TOGETHER,
+    )

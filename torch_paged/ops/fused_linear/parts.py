@@ -148,6 +148,66 @@ def locate_update(
 
 
 @triton.jit
+def _prefetch(ptr, count, MOST: tl.constexpr):
+    """Ask for `count` <= MOST elements in L2: hints that nothing waits for."""
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    line = tl.arange(0, MOST * SIZE // 128) * 128
+    wanted = (line < count * SIZE).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptr.to(tl.int64, bitcast=True) + line, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_updates(
+    block_id,
+    first_row,
+    u0_ptr,
+    u1_ptr,
+    u2_ptr,
+    n,
+    n0,
+    n1,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Ask for a program's rows of its low-rank update in L2, where the epilogue will find them."""
+    # A power of two, and lines enough; of large ranks the first part is asked for.
+    MOST: tl.constexpr = ROWS * (MAX_RANK if MAX_RANK < 64 else 64)
+    u_ptr, rank, _, _ = locate_update(
+        block_id,
+        u0_ptr,
+        u1_ptr,
+        u2_ptr,
+        0.0,
+        0.0,
+        0.0,
+        n0,
+        n1,
+        RANK0,
+        RANK1,
+        RANK2,
+        NUM_WEIGHTS,
+        GATED,
+        ROWS,
+    )
+    num_rows = tl.minimum(n - first_row, ROWS)
+    _prefetch(u_ptr + first_row * rank, num_rows * rank, MOST)
+    if GATED and RANK1:
+        _prefetch(u1_ptr + first_row * RANK1, num_rows * RANK1, MOST)
+
+
+@triton.jit
 def load_update(ptr, rows, row_mask, rank, r):
     """Load columns r of the rows of an update [n, rank], zero past its rank."""
     return tl.load(ptr + rows * rank + r, mask=row_mask & (r < rank), other=0.0)

@@ -17,6 +17,7 @@ from torch_paged.ops.fused_linear.parts import (
     load_streamed,
     locate,
     merge_splits,
+    prefetch_updates,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -182,6 +183,24 @@ def _tile_gemm_kernel(
     out_columns = column + rows
     bias = load_bias(b_ptr, rows, n, has_bias, HAS_BIAS)
     up_bias = load_bias(b1_ptr, rows, n, True, GATED and HAS_BIAS1)
+    if PDL and MAX_RANK:
+        prefetch_updates(
+            block_id,
+            block * ROWS,
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            n,
+            n0,
+            n1,
+            RANK0,
+            RANK1,
+            RANK2,
+            MAX_RANK,
+            NUM_WEIGHTS,
+            GATED,
+            ROWS,
+        )
     if PDL and not AFTER_SHRINK:
         gdc_wait()
 

@@ -14,12 +14,10 @@ to arrive finishes all.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import locate
+from torch_paged.ops.fused_linear.parts import locate, prefetch_updates
 from torch_paged.ops.fused_linear.wide_parts import (
-    finish_rows,
-    hand_over,
+    finish_tile,
     prefetch_rows,
-    sum_of_splits,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -136,6 +134,24 @@ def _wide_gemm_kernel(
         if GATED:
             prefetch_rows(w1_ptr + offsets * stride_w1 + first_k, wanted, PREFETCH, ROWS)
     HAS_BIAS: tl.constexpr = HAS_BIAS0 or HAS_BIAS1 or HAS_BIAS2
+    if PDL and MAX_RANK:
+        prefetch_updates(
+            block_id,
+            first_row,
+            u0_ptr,
+            u1_ptr,
+            u2_ptr,
+            n,
+            n0,
+            n1,
+            RANK0,
+            RANK1,
+            RANK2,
+            MAX_RANK,
+            NUM_WEIGHTS,
+            GATED,
+            ROWS,
+        )
     if PDL:
         gdc_wait()
 
@@ -155,104 +171,52 @@ def _wide_gemm_kernel(
                 up = up.to(tl.float32)
             acc_up = tl.dot(up, tl.trans(x), acc_up)
 
-    if SPLITS == 1:
-        finish_rows(
-            acc,
-            acc_up,
-            block_id,
-            rows,
-            first_token,
-            b_ptr,
-            b1_ptr,
-            residual_ptr,
-            u0_ptr,
-            u1_ptr,
-            u2_ptr,
-            lora_x_ptr,
-            out_ptr,
-            num_tokens,
-            n,
-            n0,
-            n1,
-            column,
-            width,
-            has_bias,
-            stride_residual,
-            scale0,
-            scale1,
-            scale2,
-            NUM_WEIGHTS,
-            HAS_BIAS,
-            HAS_BIAS1,
-            HAS_RESIDUAL,
-            RANK0,
-            RANK1,
-            RANK2,
-            MAX_RANK,
-            ACTIVATION,
-            GATED,
-            TOKENS,
-            ROWS,
-        )
-    else:
-        SLOT: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1)
-        sum_id = block_id * tl.num_programs(1) + tl.program_id(1)
-        sum_ptr = partials_ptr + sum_id.to(tl.int64) * (SLOT * SPLITS)
-        counter_ptr = counters_ptr + sum_id
-        arrived = hand_over(
-            acc, acc_up, sum_ptr + split * SLOT, counter_ptr, SPLITS, ROWS, TOKENS, GATED, TOGETHER
-        )
-        first = split
-        STEP: tl.constexpr = SPLITS if TOGETHER else 1
-        if not TOGETHER:
-            first = tl.where(arrived == SPLITS, 0, ROWS // SHARE)
-        for share in range(first, ROWS // SHARE, STEP):
-            share_ptr = sum_ptr + share * (SHARE * TOKENS)
-            y = sum_of_splits(share_ptr, SLOT, SPLITS, SHARE, TOKENS)
-            y_up = y
-            if GATED:
-                y_up = sum_of_splits(share_ptr + ROWS * TOKENS, SLOT, SPLITS, SHARE, TOKENS)
-            finish_rows(
-                y,
-                y_up,
-                block_id,
-                first_row + share * SHARE + tl.arange(0, SHARE)[:, None],
-                first_token,
-                b_ptr,
-                b1_ptr,
-                residual_ptr,
-                u0_ptr,
-                u1_ptr,
-                u2_ptr,
-                lora_x_ptr,
-                out_ptr,
-                num_tokens,
-                n,
-                n0,
-                n1,
-                column,
-                width,
-                has_bias,
-                stride_residual,
-                scale0,
-                scale1,
-                scale2,
-                NUM_WEIGHTS,
-                HAS_BIAS,
-                HAS_BIAS1,
-                HAS_RESIDUAL,
-                RANK0,
-                RANK1,
-                RANK2,
-                MAX_RANK,
-                ACTIVATION,
-                GATED,
-                TOKENS,
-                ROWS,
-            )
-        # The last to leave resets the counter: all others have seen it full.
-        left = arrived
-        if TOGETHER:
-            left = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1 - SPLITS
-        if left == SPLITS:
-            tl.store(counter_ptr, 0)
+    finish_tile(
+        acc,
+        acc_up,
+        0.0,
+        block_id,
+        block_id * tl.num_programs(1) + tl.program_id(1),
+        split,
+        first_row,
+        first_token,
+        b_ptr,
+        b1_ptr,
+        residual_ptr,
+        u0_ptr,
+        u1_ptr,
+        u2_ptr,
+        lora_x_ptr,
+        out_ptr,
+        partials_ptr,
+        counters_ptr,
+        num_tokens,
+        n,
+        n0,
+        n1,
+        column,
+        width,
+        has_bias,
+        stride_residual,
+        eps,
+        scale0,
+        scale1,
+        scale2,
+        K,
+        False,
+        NUM_WEIGHTS,
+        HAS_BIAS,
+        HAS_BIAS1,
+        HAS_RESIDUAL,
+        RANK0,
+        RANK1,
+        RANK2,
+        MAX_RANK,
+        ACTIVATION,
+        GATED,
+        TOKENS,
+        ROWS,
+        SPLITS,
+        SHARE,
+        TOGETHER,
+    )

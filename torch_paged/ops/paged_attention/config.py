@@ -24,6 +24,7 @@ class DecodeConfig:
     early_tile: bool = False  # load the first tile, to registers, while the predecessor runs
     prefetch_tokens: int = 0  # asked for in L2 by each program while its predecessor runs
     heads_first: bool = False  # load the new heads before the keys: for many waves of programs
+    registers: int | None = None  # at most so many a thread, where that lets more programs fit
 
 
 # With fewer programs than SMs, one program an SM hides latency by itself: deep loads, and the

@@ -71,6 +71,7 @@ def _launch_fused_decode_attention(
     scratch = splits * num_rows * num_heads if splits > 1 else 0
     partial = torch.empty(scratch * (v_dim + 2), dtype=torch.float32, device=query.device)
     pdl = {"launch_pdl": True} if use_pdl(query) else {}
+    bounds = {} if config.registers is None else {"maxnreg": config.registers}
     fused = key is not None and value is not None
     key = query if key is None else key
     value = query if value is None else value
@@ -148,6 +149,7 @@ def _launch_fused_decode_attention(
         V_LINES=_cache_lines(v_dim * query.element_size()),
         PDL=bool(pdl),
         num_warps=num_warps,
+        **bounds,
         **pdl,
     )
     return out
