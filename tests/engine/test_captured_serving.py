@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torch_paged.engine import prompt_graphs
+from torch_paged.engine import prompt_graphs, runner
 from torch_paged.engine.output import RequestOutput
 
 sys.path.append(str(Path(__file__).parent))
@@ -55,6 +57,34 @@ def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
     assert keys >= {"serve", "serve prefill"} and graphs.num_replays > 40
     prompts = {key for key in graphs.code if key[0] == "serve prefill"}
     assert any(key[3] for key in prompts) and any(not key[3] for key in prompts)
+
+
+@pytest.mark.parametrize("spread", [2, 80])
+def test_rows_of_like_length_have_graphs_of_their_own(
+    spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    @contextlib.contextmanager
+    def noted(alike: bool) -> Iterator[None]:
+        told.append(alike)
+        yield
+
+    monkeypatch.setattr(runner, "rows_alike", noted)
+    monkeypatch.setattr(runner, "cares_for_lengths", lambda device, dtype, rows, *shape: rows == 2)
+    answers, graphs = Answers(small_model()), ReplayingGraphs()
+    prompts = [ids_of(5, 0), ids_of(5 + spread, 1)]
+    with make_engine(small_model(), max_num_seqs=4) as engine:
+        capture(core_of(engine), graphs, (1, 2))
+        for i, prompt in enumerate(prompts):
+            engine.add_request(prompt, max_new_tokens=6 + 2 * i, request_id=i)
+        outputs = run_checked(engine)
+    for i, prompt in enumerate(prompts):
+        assert outputs[i].token_ids == answers(prompt, 6 + 2 * i)
+    keys = {key[1:3] for key in graphs.code if key[0] == "serve"}
+    # One row is alone at the end: its bucket has a single graph.
+    assert keys == {(2, spread < 64), (1, False)}
+    assert (spread < 64) in told
 
 
 KINDS = ["a decode step", "a prefill"]

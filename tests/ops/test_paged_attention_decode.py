@@ -6,12 +6,14 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from torch_paged.ops import paged_attention as ops
+from torch_paged.ops.paged_attention import config as attention_config
 from torch_paged.ops.paged_attention.config import DecodeConfig
 from torch_paged.ops.paged_attention.decode_launch import (
     _launch_fused_decode_attention,
@@ -362,6 +364,59 @@ def test_blocks_behind_the_window_may_belong_to_others(
         assert torch.isfinite(before).all() and torch.equal(before, after)
     error = (run["kernel"][0].cpu() - run["reference"][0]).abs().max()
     assert error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "head_dim", "dtype", "one_wave"),
+    [
+        (128, 128, torch.bfloat16, True),
+        (128, 64, torch.float16, True),
+        (67, 128, torch.bfloat16, True),
+        (66, 128, torch.bfloat16, False),  # four programs an SM hold all
+        (133, 128, torch.bfloat16, False),  # more than there is room for at once
+        (128, 192, torch.bfloat16, False),
+        (128, 128, torch.float32, False),
+    ],
+)
+def test_rows_of_like_length_begin_at_once_where_all_fit(
+    num_rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    one_wave: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H200: 132 SMs, 8 KV heads."""
+    device = torch.device("cuda", 0)
+    query = SimpleNamespace(device=device, dtype=dtype, element_size=lambda: dtype.itemsize)
+    query.shape = (num_rows, 32, head_dim)
+    monkeypatch.setattr(attention_config, "sm_count", lambda device: 132)
+    monkeypatch.setattr(attention_config, "device_capability", lambda index: (9, 0))
+    shape = (device, dtype, num_rows, 8, head_dim)
+    assert attention_config.cares_for_lengths(*shape) == one_wave
+    usual = attention_config.decode_config(query, num_rows * 8, 4096)
+    with attention_config.rows_alike(True):
+        chosen = attention_config.decode_config(query, num_rows * 8, 4096)
+    assert (chosen != usual) == one_wave
+    assert attention_config.decode_config(query, num_rows * 8, 4096) == usual
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one configuration")
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (40, 8, 96), (32, 32, 80)], ids=str)
+@pytest.mark.parametrize("window", [0, 33])
+def test_rows_of_any_length_are_right_when_told_alike(
+    heads: tuple[int, int, int], window: int
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    lengths = [(37 * i) % 300 for i in range(1000 // num_kv_heads)]
+    with attention_config.rows_alike(True):
+        _check_decode(
+            lengths,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=torch.bfloat16,
+            window=window,
+        )
 
 
 def test_nan_row_leaves_the_other_rows_alone() -> None:

@@ -137,7 +137,7 @@ class BatchRun:
                 updates = self._blocks.all_updates()
         core.runner()
         core.state.write_blocks(updates)
-        self._rows = make_rows(self._blocks.slots, core.device)
+        self._rows = make_rows(self._blocks.slots, self._lengths, core.device)
         if prompts.cached_kv is not None:
             held = [self._blocks.held[row] for row in first_rows]
             load_kv(core, prompts.cached_kv, self._cached, held)

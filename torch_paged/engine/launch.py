@@ -148,7 +148,7 @@ class StepLauncher:
             self._batch = Batch(
                 tuple(self._rows.values()),
                 int64_tensor(array("q", self._rows)),
-                make_rows(longest_first, self._core.device),
+                make_rows(longest_first, starts.values(), self._core.device),
             )
         return self._batch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +22,20 @@ from torch_paged.engine.scores import scored_words
 from torch_paged.graphs.buckets import pick_bucket, split_batch
 from torch_paged.graphs.capture import GraphCache
 from torch_paged.log import warn_once
+from torch_paged.ops.paged_attention.config import ALIKE_TOKENS, cares_for_lengths, rows_alike
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The live rows of a step: their slots, on the host and as [num_rows] int32 on the device."""
+    """The live rows of a step: their slots, on the host and as [num_rows] int32 on the device.
+
+    Attributes:
+        alike: whether they are of like length, as `ALIKE_TOKENS` has it.
+    """
 
     slots: tuple[int, ...]
     index: Tensor
+    alike: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -75,10 +81,11 @@ class Runner(Protocol):
         ...
 
 
-def make_rows(slots: Sequence[int], device: torch.device) -> Rows:
-    """Put the slots of a batch on the device."""
+def make_rows(slots: Sequence[int], lengths: Collection[int], device: torch.device) -> Rows:
+    """Put the slots of a batch on the device; `lengths`, of any origin, tell if rows are alike."""
     index = int64_tensor(array("q", slots)).to(torch.int32)
-    return Rows(tuple(slots), to_device(index, device))
+    alike = max(lengths) - min(lengths) <= ALIKE_TOKENS
+    return Rows(tuple(slots), to_device(index, device), alike)
 
 
 class EagerRunner:
@@ -92,10 +99,10 @@ class EagerRunner:
         return self._step.prefill(inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
-        self._state.advance(sampler(self._step.decode(rows.index)), rows.index)
+        self._state.advance(sampler(self.logits(rows)), rows.index)
 
     def serve(self, rows: Rows, tail: Tail) -> None:
-        tail(self._step.decode(rows.index), rows.index)
+        tail(self.logits(rows), rows.index)
 
     def serve_prefill(
         self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
@@ -109,7 +116,8 @@ class EagerRunner:
             end.tail(logits[: end.slots.shape[0]], end.slots)
 
     def logits(self, rows: Rows) -> Tensor:
-        return self._step.decode(rows.index)
+        with rows_alike(rows.alike):
+            return self._step.decode(rows.index)
 
     def extend(self, extension: Extension) -> Tensor:
         return extend_eagerly(self._step, self._state, extension)
@@ -147,6 +155,13 @@ class CapturedRunner:
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         self._refused: set[Hashable] = set()
+        # Buckets that are two graphs: rows of like length have another attention.
+        self._two_graphs = {
+            size
+            for size in self._buckets
+            for shape in step.layer_shapes
+            if cares_for_lengths(step.device, step.dtype, size, shape.num_kv_heads, shape.head_dim)
+        }
 
     def prefill(self, inputs: StepInputs) -> Tensor:
         # The padding tokens of a bucket would go into the states.
@@ -158,22 +173,26 @@ class CapturedRunner:
             self._sample(self.logits(rows), rows, sampler)
             return
         slots, state, step = self._static[bucket], self._state, self._step
+        alike = rows.alike and bucket in self._two_graphs
 
         def whole_step() -> None:
-            state.advance(sampler(step.decode(slots)), slots)
+            with rows_alike(alike):
+                logits = step.decode(slots)
+            state.advance(sampler(logits), slots)
 
-        key = ("step", bucket, sampler.key, step.variant)
+        key = ("step", bucket, alike, sampler.key, step.variant)
         if not self._is_captured("a decode step", key, bucket, whole_step):
             self._eager.decode(rows, sampler)
             return
-        self._load(bucket, rows.slots, rows.index)
+        self._load(bucket, rows)
         self._graphs.replay(key)
 
     def serve(self, rows: Rows, tail: Tail) -> None:
         start = 0
         for part in split_batch(len(rows), self._buckets):
             stop = start + part
-            self._serve_part(rows.slots[start:stop], rows.index[start:stop], tail)
+            piece = Rows(rows.slots[start:stop], rows.index[start:stop], rows.alike)
+            self._serve_part(piece, tail)
             start = stop
 
     def serve_prefill(
@@ -183,48 +202,57 @@ class CapturedRunner:
         if self._step.keeps_state or not self._prompt_graphs.run(inputs, end, score):
             self._eager.serve_prefill(inputs, end, score)
 
-    def _serve_part(self, slots: tuple[int, ...], index: Tensor, tail: Tail) -> None:
-        bucket = pick_bucket(len(slots), self._buckets)
+    def _serve_part(self, rows: Rows, tail: Tail) -> None:
+        bucket = pick_bucket(len(rows), self._buckets)
         assert bucket is not None
         static, step = self._static[bucket], self._step
+        alike = rows.alike and bucket in self._two_graphs
 
         def whole_step() -> None:
-            tail(step.decode(static), static)
+            with rows_alike(alike):
+                logits = step.decode(static)
+            tail(logits, static)
 
-        key = ("serve", bucket, tail.key, step.variant)
+        key = ("serve", bucket, alike, tail.key, step.variant)
         if not self._is_captured("a decode step", key, bucket, whole_step):
-            tail(step.decode(index), index)
+            self._eager.serve(rows, tail)
             return
-        self._load(bucket, slots, index)
+        self._load(bucket, rows)
         self._graphs.replay(key)
 
     def logits(self, rows: Rows) -> Tensor:
         parts = split_batch(len(rows), self._buckets)
         if len(parts) == 1:
-            return self._bucket_logits(rows.slots, rows.index)
+            return self._bucket_logits(rows)
         start, out = 0, []
         for part in parts:
             stop = start + part
             # The next piece may replay the same graph, so its static output is copied.
-            piece = self._bucket_logits(rows.slots[start:stop], rows.index[start:stop])
-            out.append(piece.clone())
+            piece = Rows(rows.slots[start:stop], rows.index[start:stop], rows.alike)
+            out.append(self._bucket_logits(piece).clone())
             start = stop
         return torch.cat(out)
 
     def extend(self, extension: Extension) -> Tensor:
         return self._extend(extension)
 
-    def _bucket_logits(self, slots: tuple[int, ...], index: Tensor) -> Tensor:
-        bucket = pick_bucket(len(slots), self._buckets)
+    def _bucket_logits(self, rows: Rows) -> Tensor:
+        bucket = pick_bucket(len(rows), self._buckets)
         assert bucket is not None
         static, step = self._static[bucket], self._step
-        key = ("logits", bucket, step.variant)
-        if not self._is_captured("a decode step", key, bucket, lambda: step.decode(static)):
-            return step.decode(index)
-        self._load(bucket, slots, index)
+        alike = rows.alike and bucket in self._two_graphs
+
+        def forward() -> Tensor:
+            with rows_alike(alike):
+                return step.decode(static)
+
+        key = ("logits", bucket, alike, step.variant)
+        if not self._is_captured("a decode step", key, bucket, forward):
+            return self._eager.logits(rows)
+        self._load(bucket, rows)
         logits = self._graphs.replay(key)
         assert logits is not None
-        return logits[: len(slots)]
+        return logits[: len(rows)]
 
     def _is_captured(
         self, kind: str, key: Hashable, bucket: int, step: Callable[[], Tensor | None]
@@ -278,14 +306,14 @@ class CapturedRunner:
             self._exact[len(rows)] = (rows.slots, static)
         return static
 
-    def _load(self, bucket: int, slots: tuple[int, ...], index: Tensor) -> None:
-        if self._loaded.get(bucket) == slots:
+    def _load(self, bucket: int, rows: Rows) -> None:
+        if self._loaded.get(bucket) == rows.slots:
             return
         static = self._static[bucket]
-        static[: len(slots)].copy_(index)
-        if len(slots) < bucket:
-            static[len(slots) :].fill_(-1)
-        self._loaded[bucket] = slots
+        static[: len(rows)].copy_(rows.index)
+        if len(rows) < bucket:
+            static[len(rows) :].fill_(-1)
+        self._loaded[bucket] = rows.slots
 
     def _unload(self, bucket: int) -> None:
         self._static[bucket].fill_(-1)
