@@ -180,7 +180,7 @@ class CapturedRunner:
                 logits = step.decode(slots)
             state.advance(sampler(logits), slots)
 
-        key = ("step", bucket, alike, sampler.key, step.variant)
+        key = ("step", bucket, sampler.key, step.variant, alike)
         if not self._is_captured("a decode step", key, bucket, whole_step):
             self._eager.decode(rows, sampler)
             return
@@ -213,7 +213,7 @@ class CapturedRunner:
                 logits = step.decode(static)
             tail(logits, static)
 
-        key = ("serve", bucket, alike, tail.key, step.variant)
+        key = ("serve", bucket, tail.key, step.variant, alike)
         if not self._is_captured("a decode step", key, bucket, whole_step):
             self._eager.serve(rows, tail)
             return
@@ -246,7 +246,7 @@ class CapturedRunner:
             with rows_alike(alike):
                 return step.decode(static)
 
-        key = ("logits", bucket, alike, step.variant)
+        key = ("logits", bucket, step.variant, alike)
         if not self._is_captured("a decode step", key, bucket, forward):
             return self._eager.logits(rows)
         self._load(bucket, rows)
