@@ -30,6 +30,9 @@ ALWAYS_KERNEL_ROWS = 64
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
 MAX_WIDE_UNMEASURED = 128
 
+# A row or two are worth making anew in every program.
+MAX_JOINED_TOKENS = 2
+
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
 
@@ -181,6 +184,21 @@ def choose_config(
     if not _reaches(config, problem):
         config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
+
+
+def joined_config(config: Config, problem: Problem) -> GemvConfig | None:
+    """Return the launch of `joined_linear` where that of the linear alone is `config`.
+
+    None: two kernels. A program makes whole rows of x, so it has eight output features or more
+    for them, wherever the table has fewer; and more registers, the least without spills at the
+    sizes of Gemma 3.
+    """
+    if not isinstance(config, GemvConfig) or problem.num_tokens > MAX_JOINED_TOKENS:
+        return None
+    alone = problem.num_tokens == 1
+    if problem.gated:
+        return GemvConfig(2, 2, 4, 1, 96 if alone else 128)
+    return GemvConfig(2, 2, 8, 2, 80 if alone else 104)
 
 
 def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:
