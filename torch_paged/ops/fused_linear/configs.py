@@ -189,16 +189,16 @@ def choose_config(
 def joined_config(config: Config, problem: Problem) -> GemvConfig | None:
     """Return the launch of `joined_linear` where that of the linear alone is `config`.
 
-    None: two kernels. A program makes whole rows of x, so it has eight output features or more
-    for them, wherever the table has fewer; and more registers, the least without spills at the
-    sizes of Gemma 3.
+    None: two kernels. A program makes whole rows of x, so it has eight output features for them
+    where the table may have four, and one group of warps along in_features, whose tiles of x need
+    the fewest barriers. With these registers the sizes of Gemma 3 spill none, and four programs
+    share a multiprocessor, or five.
     """
     if not isinstance(config, GemvConfig) or problem.num_tokens > MAX_JOINED_TOKENS:
         return None
-    alone = problem.num_tokens == 1
-    if problem.gated:
-        return GemvConfig(2, 2, 4, 1, 96 if alone else 128)
-    return GemvConfig(2, 2, 8, 2, 80 if alone else 104)
+    if problem.num_tokens == 1:
+        return GemvConfig(2, 2, 4, 1, 96) if problem.gated else GemvConfig(2, 4, 4, 1, 128)
+    return GemvConfig(2, 2, 4, 1, 128 if problem.gated else 104)
 
 
 def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:

@@ -200,9 +200,7 @@ def joined_linear(
     join = (join_weight, join_eps, join_offset, join_cast_before_gain)
     if not torch.compiler.is_compiling():
         if branch.dim() != 2:
-            raise ValueError(
-                f"branch must be [num_tokens, in_features], got {list(branch.shape)}"
-            )
+            raise ValueError(f"branch must be [num_tokens, in_features], got {list(branch.shape)}")
         _check(branch, join_weight)
         _check_residual(branch, stream)
         total = _rms_norm_add_fake(branch.to("meta"), stream.to("meta"), *join)

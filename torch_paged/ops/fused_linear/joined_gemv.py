@@ -185,8 +185,6 @@ def _joined_gemv_kernel(
     CHUNK: tl.constexpr = 32 * VEC
     TILE: tl.constexpr = K_WARPS * CHUNKS * CHUNK
     TILES: tl.constexpr = (K + TILE - 1) // TILE
-    # Short sums unroll: no registers to shuffle between the turns of a loop.
-    UNROLL: tl.constexpr = TILES if TILES <= 3 else 1
 
     # Of the weights the last dim spans the threads (warp, lane, element), as in gemv.py.
     r_thread = tl.arange(0, WARPS * CHUNK)[None, None, None, :]
@@ -231,7 +229,7 @@ def _joined_gemv_kernel(
     squares = tl.zeros([TOKENS, 1, CHUNKS, K_WARPS * CHUNK], tl.float32)
     acc = tl.zeros([TOKENS, ROWS, WARPS * 32], tl.float32)
     acc_up = acc
-    for tile in tl.range(0, TILES, loop_unroll_factor=UNROLL):
+    for tile in tl.range(0, TILES):
         total = _join(branch, stream, join_scale, join_gain, join_offset, JOIN_GAIN, JOIN_CAST)
         x = total.to(tl.float32)
         if NORM:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch_paged.ops.fused_linear.ahead_gemm import _ahead_gemm_kernel
 from torch_paged.ops.fused_linear.arguments import Arguments
 from torch_paged.ops.fused_linear.configs import (
-    NUM_COUNTERS,
     MAX_JOINED_TOKENS,
+    NUM_COUNTERS,
     GemvConfig,
     PlainTileGemmConfig,
     SmallGemmConfig,
