@@ -304,8 +304,8 @@ TARGETS = [
         MAX_RANK=256,
         fp32_updates=True,
     ),
-    _joined_gemv("qkv-2560", (2, 4, 4, 1, 128), 2560, **_QKV),
     _joined_gemv("gated-2560", (2, 2, 4, 1, 96), 2560, **_GATED),
+    _joined_gemv("qkv-2560", (2, 4, 4, 1, 128), 2560, **_QKV),
     _joined_gemv("qkv-2560-two", (2, 2, 4, 1, 104), 2560, 2, **_QKV),
     # 128 registers let four programs share a multiprocessor; Triton 3.9 spills two of them.
     _joined_gemv("gated-2560-two", (2, 2, 4, 1, 128), 2560, 2, hot=False, **_GATED),

@@ -99,12 +99,22 @@ def _launch_joined_linear(
     sizes = [w.shape[0] for w in (weights[:1] if gated else weights)]
     y = stream.new_empty((stream.shape[0], sum(sizes)))
     total = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
-    prologue = (norm_weight, norm, eps, norm_offset)
     arguments = kernel_arguments(
-        stream, weights, biases, *prologue, None, activation, gated, y, beside=(branch,)
+        stream,
+        weights,
+        biases,
+        norm_weight,
+        norm,
+        eps,
+        norm_offset,
+        None,
+        activation,
+        gated,
+        y,
+        beside=(branch,),
     )
-    join = (join_weight, join_eps, join_offset, join_cast)
-    start_joined_gemv(config, branch, *join, total, sizes, arguments)
+    normed = (join_weight, join_eps, join_offset, join_cast)
+    start_joined_gemv(config, branch, *normed, total, sizes, arguments)
     return y, total
 
 
