@@ -157,7 +157,7 @@ class PlanWalk:
 
     def end(self, logits: Tensor) -> None:
         """Compare what the plan returned; logits [vocab_size]."""
-        result = list(self._makers)[-1]
+        result = list(self._makers.values())[-1].targets[0]
         ours = logits[None]
         self._note("logits_out", "what the model returns", ours, match(self._forward.logits, ours))
         missing = self._makers.keys() - self._given.keys() - {result}
