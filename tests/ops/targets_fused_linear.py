@@ -304,13 +304,13 @@ TARGETS = [
         MAX_RANK=256,
         fp32_updates=True,
     ),
-    _joined_gemv("gated-2560", (2, 2, 4, 1, 96), 2560, **_GATED),
-    _joined_gemv("qkv-2560", (2, 4, 4, 1, 128), 2560, **_QKV),
-    _joined_gemv("qkv-2560-two", (2, 2, 4, 1, 104), 2560, 2, **_QKV),
-    # 128 registers let four programs share a multiprocessor; Triton 3.9 spills two of them.
-    _joined_gemv("gated-2560-two", (2, 2, 4, 1, 128), 2560, 2, hot=False, **_GATED),
     _joined_gemv("qkv-4096-bare", (2, 4, 4, 1, 128), 4096, NUM_WEIGHTS=3),
     _joined_gemv("gated-4096-bare", (2, 2, 4, 1, 96), 4096, **_PLAIN_GATED),
+    _joined_gemv("gated-2560", (2, 2, 4, 1, 96), 2560, **_GATED),
+    # 128 registers let four programs share a multiprocessor; Triton 3.9 spills up to four.
+    _joined_gemv("qkv-2560", (2, 4, 4, 1, 128), 2560, hot=False, **_QKV),
+    _joined_gemv("gated-2560-two", (2, 2, 4, 1, 128), 2560, 2, hot=False, **_GATED),
+    _joined_gemv("qkv-2560-two", (2, 2, 4, 1, 104), 2560, 2, **_QKV),
     _joined_gemv("qkv-2560-fp32", (2, 4, 4, 1, 128), 2560, fp32=True, join_cast=True, **_QKV),
     _joined_gemv("odd", (2, 2, 8, 2, 104), 575, 2, hot=False, **_QKV_BIASED, **_ODD),
     _shrink("shrink-1024", (1, 1, 4, 4, 80), 1024, **_QKV),
