@@ -263,6 +263,12 @@ def test_the_launch_of_few_rows_has_one_group_of_warps_along_in_features(
     assert chosen is not None and chosen.k_warps == 1
 
 
+def test_a_vocabulary_is_multiplied_by_a_kernel_of_its_own() -> None:
+    gemv = GemvConfig(2, 4, 8, 1)
+    assert joined_config(gemv, Problem(1, 65536, 2560, False)) is not None
+    assert joined_config(gemv, Problem(1, 65537, 2560, False)) is None
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the launches, in order."""

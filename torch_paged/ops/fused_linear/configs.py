@@ -30,8 +30,9 @@ ALWAYS_KERNEL_ROWS = 64
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
 MAX_WIDE_UNMEASURED = 128
 
-# A row or two are worth making anew in every program.
+# A row or two are worth making anew in every program, but not in the thousands of a vocabulary.
 MAX_JOINED_TOKENS = 2
+MAX_JOINED_FEATURES = 65536
 
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
@@ -194,7 +195,8 @@ def joined_config(config: Config, problem: Problem) -> GemvConfig | None:
     the fewest barriers. With these registers Triton 3.6 spills none on Hopper at the sizes of
     Gemma 3, and four programs share a multiprocessor, or five.
     """
-    if not isinstance(config, GemvConfig) or problem.num_tokens > MAX_JOINED_TOKENS:
+    few = problem.num_tokens <= MAX_JOINED_TOKENS and problem.num_rows <= MAX_JOINED_FEATURES
+    if not isinstance(config, GemvConfig) or not few:
         return None
     if problem.num_tokens == 1:
         return GemvConfig(2, 2, 4, 1, 96) if problem.gated else GemvConfig(2, 4, 4, 1, 128)
