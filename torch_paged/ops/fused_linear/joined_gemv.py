@@ -239,7 +239,7 @@ def _joined_gemv_kernel(
         x = x[:, :, :, None, :]
         x = tl.broadcast_to(x, [TOKENS, 1, CHUNKS, N_WARPS, K_WARPS * CHUNK])
         x = tl.reshape(x, [TOKENS, 1, CHUNKS, WARPS * CHUNK])
-        # Not before x is made: its barriers would keep both tiles of the weights in registers.
+        # After x, whose barriers would keep both tiles of the weights in registers.
         this = weight
         this_up = up
         k += TILE
