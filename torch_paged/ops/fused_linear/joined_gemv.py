@@ -3,12 +3,12 @@
     total = stream + norm(branch)       rounded wherever `rms_norm_add` rounds
     out   = fused_linear(total)
 
-Every program makes the rows for itself, which costs less than the launch of a kernel in between.
-A first pass sums the squares of the branch. After that each tile of the total is made once by all
-threads of a program and handed to its warps by way of shared memory; where every warp made what
-it multiplies, as in `gemv.py`, the making of Gemma 3's gate and up projection would keep the FP32
-units busy for as long as memory is. One program more than there are blocks of output features
-stores the total.
+Every program makes the rows for itself, instead of a kernel in between. A first pass sums the
+squares of the branch. After that each tile of the total is made once by all threads of a program
+and handed to its warps by way of shared memory: if every warp made what it multiplies, as in
+`gemv.py`, then by the count of its instructions Gemma-3-4B's gate and up projection would keep an
+H200 issuing them for as long as its weights take to arrive. One program more than there are blocks
+of output features stores the total.
 
 The weights are held and summed as in `gemv.py`.
 """
