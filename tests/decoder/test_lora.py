@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from torch_paged.config import Config
 from torch_paged.decoder.fusion import FusionProfile, always, fuse
@@ -96,6 +96,31 @@ def test_adapters_do_not_take_a_linear_out_of_its_kernel():
     assert len(plan.instructions) == 2 + 5 * 2 + 1
     assert "q_proj + lora default |" in str(plan)
     assert "down_proj + lora default](" in str(plan)
+
+
+def test_a_linear_with_an_adapter_leaves_the_norm_of_a_block_in_front_of_it():
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    lora = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).eval()
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
+    by_target = {i.targets[0]: i for i in plan.instructions}
+    assert by_target["q1"].joined is None and by_target["q1"].sources == ("h0",)
+    assert by_target["m1"].joined is not None
+    ids = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 9:-1]
+    torch.testing.assert_close(logits_of(model, ids, 10), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", ["dtype", "second"])

@@ -166,6 +166,49 @@ def test_norms_behind_a_block_add_the_residual():
         assert sum("rms_norm+add" in line for line in layer) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "op", "act"),
+    [
+        ("gemma2", "rms_norm+add+rms_norm+linear", "gelu_tanh"),
+        ("gemma3", "rms_norm+add+rms_norm+linear", "gelu_tanh"),
+        ("glm4", "rms_norm+add+rms_norm+linear", "silu"),
+        # The only norms are behind the blocks.
+        ("olmo3", "rms_norm+add+linear", "silu"),
+    ],
+)
+def test_linears_behind_the_norm_of_a_block_make_the_sum(name, op, act):
+    plan = fuse(lower(read_spec(make_model(name)), "decode"), FusionProfile(always))
+    assert not any(isinstance(i, Norm) and i.added is not None for i in plan.instructions)
+    qkv = next(i for i in plan.instructions if "layers.1.self_attn.q_proj" in str(i))
+    mlp = next(i for i in plan.instructions if i.targets[0] == "m1")
+    names = [" | ".join(part.ref.name for part in i.parts) for i in (qkv, mlp)]
+    assert str(qkv) == f"q1, k1, v1, h0 = {op}[{names[0]}](d0, r0)"
+    assert str(mlp) == f"m1, r1 = {op}+{act}_glu[{names[1]}](o1, h0)"
+    assert qkv.outputs == ("q1", "k1", "v1") and mlp.outputs == ("m1",)
+    head = next(i for i in plan.instructions if i.targets[0] == "logits")
+    assert head.targets == ("logits", "h1") and head.joined.summed == "h1"
+    assert plan.result == ("logits_out" if name == "gemma2" else "logits")
+
+
+def test_a_sum_that_something_else_reads_first_is_made_by_its_norm():
+    model = make_model("gemma3")
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: None)
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
+    assert "h0 = rms_norm+add[model.layers.0.post_feedforward_layernorm](d0, r0)" in str(plan)
+    model = make_model("gemma3")
+    model.model.layers[0].post_feedforward_layernorm.register_forward_hook(lambda *args: None)
+    plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))
+    (first,) = (i for i in plan.instructions if "layers.1.self_attn.q_proj" in str(i))
+    assert first.joined is None and first.norm is not None
+
+
+def test_where_norms_stay_outside_no_linear_makes_the_sum():
+    plan = lower(read_spec(make_model("gemma3")), "decode")
+    for profile in (FusionProfile(epilogue), FusionProfile(None)):
+        linears = [i for i in fuse(plan, profile).instructions if isinstance(i, Linear)]
+        assert all(i.joined is None and i.outputs == i.targets for i in linears)
+
+
 def test_halves_of_one_weight_are_a_gate_and_its_up_projection():
     model = make_model("phi3")
     plan = fuse(lower(read_spec(model), "decode"), FusionProfile(always))

@@ -173,7 +173,9 @@ def fused_decode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fused_decode")
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "starcoder2", "granite"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma2", "gemma3_text", "olmo2", "glm4", "starcoder2", "granite"]
+)
 def test_fused_plan_agrees(model_type: str) -> None:
     found = compare_model(tiny_model(model_type))
     assert found.agrees and found.tier == "fused"

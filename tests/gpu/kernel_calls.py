@@ -27,6 +27,7 @@ from torch_paged.ops.fused_linear.configs import (
     SmallGemmConfig,
     TileGemmConfig,
 )
+from torch_paged.ops.fused_linear.joined import _launch_joined_linear
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
 from torch_paged.ops.fused_linear.shrink_norm import launch_shrink_norm
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
@@ -315,6 +316,38 @@ def _linear(
     assert not counters.cpu().any() and out.cpu().isfinite().all()
 
 
+def _joined(
+    config: GemvConfig | None,
+    num_tokens: int,
+    sizes: list[int],
+    in_features: int,
+    *,
+    dtype: torch.dtype = HALF,
+    gated: bool = False,
+    extra: int = 0,
+    norm: bool = True,
+) -> None:
+    branch, stream = (_rows(num_tokens, in_features, extra=extra, dtype=dtype) for _ in range(2))
+    outs = _launch_joined_linear(
+        branch,
+        stream,
+        _randn(in_features, dtype=dtype) if norm else None,
+        1e-6,
+        1.0 if norm else 0.0,
+        True,
+        [_rows(n, in_features, extra=extra, dtype=dtype) for n in sizes],
+        [_randn(n, dtype=dtype) if norm else None for n in sizes],
+        _randn(in_features, dtype=dtype) if norm else None,
+        norm=norm,
+        eps=1e-6,
+        activation="silu" if gated else "",
+        gated=gated,
+        counters=_zeros(NUM_COUNTERS),
+        config=config,
+    )
+    assert all(out.cpu().isfinite().all() for out in outs)
+
+
 _GEMV = GemvConfig(rows=2, chunks=1, warps=4, k_warps=2, registers=128)
 _GEMV_DEEP = GemvConfig(rows=1, chunks=4, warps=4, k_warps=4, registers=80)
 _SMALL = SmallGemmConfig(rows=16, chunks=1, warps=4, splits=1)
@@ -326,6 +359,12 @@ _add("gemv", _linear, _GEMV, 1, [33, 7, 5], 520)
 _add("gemv-deep", _linear, _GEMV_DEEP, 2, [21, 21], 520, gated=True)
 _add("gemv-odd", _linear, _GEMV, 3, [33, 7, 5], 575, extra=3)
 _add("gemv-fp32", _linear, _GEMV, 9, [33, 7, 5], 259, dtype=torch.float32, extra=1)
+_add("joined", _joined, None, 1, [33, 7, 5], 520)
+_add("joined-gated", _joined, None, 2, [21, 21], 520, gated=True)
+_add("joined-odd", _joined, _GEMV, 3, [33, 7, 5], 575, extra=3)
+_add("joined-fp32", _joined, _GEMV_DEEP, 2, [33, 7, 5], 259, dtype=torch.float32, extra=1)
+_add("joined-bare", _joined, None, 1, [33, 7, 5], 1032, norm=False)
+_add("joined-two-kernels", _joined, None, 5, [33, 7, 5], 520)
 _add("small_gemm", _linear, _SMALL, 8, [33, 7, 5], 520)
 _add("small_gemm-gated", _linear, _SMALL, 11, [40, 40], 575, gated=True, extra=3)
 _add("small_gemm-split", _linear, _SMALL_SPLIT, 16, [33, 7, 5], 520)

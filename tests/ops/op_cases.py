@@ -138,6 +138,17 @@ CASES = {
     ),
     "glu": Case((_randn(3, 20), _randn(3, 20) + 1), {"activation": "silu"}),
     "head_linear": Case((_randn(3, 4, 16), _randn(4, 16, 24))),
+    "joined_linear": Case(
+        (
+            _randn(2, 300),
+            _randn(2, 300) + 1,
+            _randn(300),
+            [_randn(8, 300), _randn(6, 300)],
+            [_randn(8), None],
+            _randn(300),
+        ),
+        {"join_eps": 1e-6, "norm": True, "eps": 1e-6, "counters": _zeros(NUM_COUNTERS)},
+    ),
     "latent_cache_write": Case(
         (
             _randn(3, 4, 32),

@@ -135,6 +135,32 @@ def _shrink_norm(label: str, config: tuple[int, int, int, int, int], in_features
     )
 
 
+def _joined_gemv(
+    label: str,
+    config: tuple[int, int, int, int, int],
+    in_features: int,
+    num_tokens: int = 1,
+    *,
+    hot: bool = True,
+    fp32: bool = False,
+    join_cast: bool = False,
+    **constants: object,
+) -> Target:
+    """The GEMV as `joined_linear` launches it."""
+    gemv = _gemv(label, config, in_features, num_tokens, fp32=fp32, hot=hot, **constants)
+    types = dict.fromkeys(("eps", "norm_offset", "join_eps", "join_offset"), "fp32")
+    if fp32:
+        others = ("w0", "w1", "w2", "b0", "b1", "b2", "norm", "out")
+        names = ("branch", "join", "total", "stream", *others)
+        types |= {f"{name}_ptr": "*fp32" for name in names}
+    unknown = ("HAS_RESIDUAL", "RANK0", "RANK1", "RANK2", "MAX_RANK", "AFTER_SHRINK")
+    kept = {n: v for n, v in gemv.constants.items() if n not in (*unknown, "RELEASE_LATE")}
+    step = config[1] * config[3] * 32 * gemv.constants["VEC"]
+    kept |= {"EVEN_K": in_features % step == 0, "JOIN_GAIN": True, "JOIN_CAST": join_cast}
+    kernel = "fused_linear.joined_gemv:_joined_gemv_kernel"
+    return replace(gemv, kernel=kernel, types=types, constants=kept)
+
+
 def _small_gemm(
     label: str,
     config: tuple[int, int, int, int, int],
@@ -310,6 +336,15 @@ TARGETS = [
         MAX_RANK=256,
         fp32_updates=True,
     ),
+    _joined_gemv("qkv-4096-bare", (2, 4, 4, 1, 128), 4096, NUM_WEIGHTS=3),
+    _joined_gemv("gated-4096-bare", (2, 2, 4, 1, 96), 4096, **_PLAIN_GATED),
+    _joined_gemv("gated-2560", (2, 2, 4, 1, 96), 2560, **_GATED),
+    # 128 registers let four programs share a multiprocessor; Triton 3.9 spills up to four.
+    _joined_gemv("qkv-2560", (2, 4, 4, 1, 128), 2560, hot=False, **_QKV),
+    _joined_gemv("gated-2560-two", (2, 2, 4, 1, 128), 2560, 2, hot=False, **_GATED),
+    _joined_gemv("qkv-2560-two", (2, 2, 4, 1, 104), 2560, 2, **_QKV),
+    _joined_gemv("qkv-2560-fp32", (2, 4, 4, 1, 128), 2560, fp32=True, join_cast=True, **_QKV),
+    _joined_gemv("odd", (2, 2, 8, 2, 104), 575, 2, hot=False, **_QKV_BIASED, **_ODD),
     _shrink("shrink-1024", (1, 1, 4, 4, 80), 1024, **_QKV),
     _shrink("shrink-14336", (1, 4, 8, 8, 80), 14336, RELEASE_LATE=True),
     _shrink("shrink-4096-32", (1, 1, 8, 8, 168), 4096, 4, **_QKV),

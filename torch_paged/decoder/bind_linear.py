@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from torch_paged.decoder.inputs import Binding, Call, StepInputs, Values, gain
 from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
-from torch_paged.decoder.plan import Linear
-from torch_paged.ops.unchecked import fused_linear, lora_expand_, lora_shrink
+from torch_paged.decoder.plan import Join, Linear
+from torch_paged.decoder.spec import NormSpec
+from torch_paged.ops.unchecked import fused_linear, joined_linear, lora_expand_, lora_shrink
 
 
 def call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
@@ -24,6 +25,8 @@ def call_module(module: nn.Module, decode: bool) -> Callable[[Tensor], Tensor]:
 
 def bind_linear(ins: Linear, decode: bool, binding: Binding) -> Call:
     """Bind projections of one source, fused or one by one."""
+    if ins.joined is not None:
+        return _bind_joined_linear(ins, ins.joined, binding)
     folded = (ins.norm, ins.activation, ins.residual) != (None, None, None)
     if folded or ins.one_kernel:
         return _bind_fused_linear(ins, binding)
@@ -84,19 +87,11 @@ def _have_ops(held: HeldLinear) -> bool:
 def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
     counters = binding.state.linear_counters
     held = [held_linear(part.ref.module) for part in ins.parts]
-    weights = [linear.base.weight.detach() for linear in held]
-    biases = [None if h.base.bias is None else h.base.bias.detach() for h in held]
-    if ins.gated and len(held) == 1:
-        weights = list(weights[0].chunk(2))
-        biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
+    weights, biases = _bound_weights(ins, held)
     downs, updates, scales = _bound_updates(held)
     sizes = [weight.shape[0] for weight in weights]
     source, targets, residual = ins.source, ins.targets, ins.residual
-    norm = ins.norm
-    weight = None if norm is None else gain(norm)
-    eps = 0.0 if norm is None else norm.eps
-    offset = 0.0 if norm is None else norm.offset
-    cast = True if norm is None else norm.cast_before_gain
+    prologue = _bound_norm(ins.norm)
     act, gated = ins.activation or "", ins.gated
 
     def call(values: Values, inputs: StepInputs) -> None:
@@ -105,11 +100,7 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
             x,
             weights,
             biases,
-            weight,
-            norm=norm is not None,
-            eps=eps,
-            norm_offset=offset,
-            cast_before_gain=cast,
+            *prologue,
             residual=None if residual is None else values[residual],
             activation=act,
             gated=gated,
@@ -124,6 +115,55 @@ def _bind_fused_linear(ins: Linear, binding: Binding) -> Call:
             values.update(zip(targets, out.split(sizes, dim=-1), strict=True))
 
     return call
+
+
+def _bind_joined_linear(ins: Linear, joined: Join, binding: Binding) -> Call:
+    counters = binding.state.linear_counters
+    weights, biases = _bound_weights(ins, [held_linear(part.ref.module) for part in ins.parts])
+    sizes = [weight.shape[0] for weight in weights]
+    source, added, summed, outputs = ins.source, joined.added, joined.summed, ins.outputs
+    weight, _, *join = _bound_norm(joined.spec)
+    prologue = _bound_norm(ins.norm)
+    act, gated = ins.activation or "", ins.gated
+
+    def call(values: Values, inputs: StepInputs) -> None:
+        out, values[summed] = joined_linear(
+            values[source],
+            values[added],
+            weight,
+            *join,
+            weights,
+            biases,
+            *prologue,
+            activation=act,
+            gated=gated,
+            counters=counters,
+        )
+        if len(outputs) == 1:
+            values[outputs[0]] = out
+        else:
+            values.update(zip(outputs, out.split(sizes, dim=-1), strict=True))
+
+    return call
+
+
+def _bound_weights(
+    ins: Linear, linears: list[HeldLinear]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and the biases, of a gate and its up projection each its own."""
+    weights = [linear.base.weight.detach() for linear in linears]
+    biases = [None if h.base.bias is None else h.base.bias.detach() for h in linears]
+    if ins.gated and len(linears) == 1:
+        weights = list(weights[0].chunk(2))
+        biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
+    return weights, biases
+
+
+def _bound_norm(norm: NormSpec | None) -> tuple[Tensor | None, bool, float, float, bool]:
+    """Return the gain, whether there is a norm, eps, offset and cast: as the ops take them."""
+    if norm is None:
+        return None, False, 0.0, 0.0, True
+    return gain(norm), True, norm.eps, norm.offset, norm.cast_before_gain
 
 
 def _bound_updates(

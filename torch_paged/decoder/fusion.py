@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from torch_paged.decoder.linears import HeldLinear, held_linear, linear_slot
-from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Linear, Norm, Plan
+from torch_paged.decoder.plan import Activate, Add, Glu, Instruction, Join, Linear, Norm, Plan
 from torch_paged.decoder.plan_experts import Experts
 from torch_paged.decoder.slots import plain_slot
 from torch_paged.decoder.spec import LinearSpec
@@ -55,6 +55,8 @@ def fuse(plan: Plan, profile: FusionProfile) -> Plan:
         rules += [_experts_residual]
     if profile.add_norm:
         rules += [_add_norm, _norm_add]
+    if profile.add_norm and pays is not None:
+        rules += [partial(_join_linear, pays=pays)]
     instructions = list(plan.instructions)
     for rule in rules:
         instructions = _apply(rule, instructions, plan.result)
@@ -199,6 +201,23 @@ def _norm_add(first: Instruction, second: Instruction, uses: Counter[str]) -> In
     if second.multiplier != 1.0 or second.left == first.target:
         return None
     return replace(first, target=second.target, added=second.left)
+
+
+def _join_linear(
+    first: Instruction, second: Instruction, uses: Counter[str], pays: Pays
+) -> Instruction | None:
+    """Take what `_norm_add` made into the linear that reads the sum."""
+    if not isinstance(first, Norm) or not isinstance(second, Linear) or first.added is None:
+        return None
+    if second.source != first.target or second.residual is not None:
+        return None
+    if _folds(second, pays) != "all" or not _same_dtype(first, second):
+        return None
+    if any(held_linear(part.ref.module).updates for part in second.parts):
+        return None
+    joined = Join(first.spec, first.added, first.target)
+    targets = (*second.targets, first.target)
+    return replace(second, source=first.source, targets=targets, joined=joined)
 
 
 def _add_norm(first: Instruction, second: Instruction, uses: Counter[str]) -> Instruction | None:

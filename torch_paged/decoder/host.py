@@ -241,7 +241,8 @@ class HostStep:
         return call
 
     def _linear(self, ins: Linear) -> Call:
-        if ins.norm is not None or ins.activation is not None or ins.residual is not None:
+        neighbours = (ins.norm, ins.activation, ins.residual, ins.joined)
+        if any(neighbour is not None for neighbour in neighbours):
             raise Unsupported("the plan is fused for a GPU")
         source = self._values[ins.source].tensor
         calls: list[tuple[Tensor, Tensor | None, Tensor]] = []

@@ -7,7 +7,7 @@ it into callables over tensors. There is no model class and no flagged forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch_paged.decoder.linears import linear_updates
 from torch_paged.decoder.plan_experts import CallBlock, Experts, Route, SigmoidGate
@@ -94,11 +94,20 @@ class Norm:
         )
 
 
+class Join(NamedTuple):
+    """What a linear reads instead of its source: summed = added + norm(source)."""
+
+    spec: NormSpec
+    added: str
+    summed: str
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Projections of one source, with an optional norm prologue and one optional epilogue.
 
-    Without an epilogue there is a target for each part. `gated` combines (gate, up) into one
+    Without an epilogue there is a target for each part. `joined` comes before the prologue, and
+    its sum is one target more, the last. `gated` combines (gate, up) into one
     target, which may be the halves of one part; `activation` alone applies to a single part;
     `residual` is added to a single part. `one_kernel`: one call serves all parts even where
     neither norm nor epilogue asks for it.
@@ -112,14 +121,24 @@ class Linear:
     gated: bool = False
     residual: str | None = None
     one_kernel: bool = False
+    joined: Join | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
+        if self.joined is not None:
+            return (self.source, self.joined.added)
         return (self.source,) if self.residual is None else (self.source, self.residual)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The targets that are projections."""
+        return self.targets if self.joined is None else self.targets[:-1]
 
     def __str__(self) -> str:
         names = " | ".join(_named(part) for part in self.parts)
         op = "linear" if self.norm is None else f"{self.norm.kind}_norm+linear"
+        if self.joined is not None:
+            op = f"{self.joined.spec.kind}_norm+add+{op}"
         if self.activation is not None:
             op += f"+{self.activation}" + ("_glu" if self.gated else "")
         if self.residual is not None:

@@ -13,7 +13,7 @@ from torch_paged.ops.registration import registered
 for _name in (
     "embed",
     "experts",
-    "fused_linear",
+    "fused_linear.joined",
     "glu",
     "head_linear",
     "latent_attention",
@@ -36,6 +36,7 @@ fused_decode_attention = registered("fused_decode_attention")
 fused_linear = registered("fused_linear")
 glu = registered("glu")
 head_linear = registered("head_linear")
+joined_linear = registered("joined_linear")
 latent_cache_write = registered("latent_cache_write")
 latent_decode_attention = registered("latent_decode_attention")
 latent_prefill_attention = registered("latent_prefill_attention")

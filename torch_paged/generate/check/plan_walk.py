@@ -100,6 +100,8 @@ def read_places(ins: Instruction) -> list[Place]:
     if isinstance(ins, Norm) and ins.residual is None:
         return [Place(ins.source, ins.spec.ref, False)]
     if isinstance(ins, Linear):
+        if ins.joined is not None:
+            return [Place(ins.source, ins.joined.spec.ref, False)]
         refs = [ins.norm.ref] if ins.norm is not None else [part.ref for part in ins.parts]
         return [Place(ins.source, ref, False) for ref in refs]
     if isinstance(ins, Route | Experts):
@@ -117,8 +119,13 @@ def written_places(ins: Instruction) -> list[Place]:
         summed = [] if ins.summed is None else [Place(ins.summed, ins.spec.ref, False)]
         target = [] if ins.added is not None else [Place(ins.target, ins.spec.ref, True)]
         return [*summed, *target]
-    if isinstance(ins, Linear) and ins.activation is None and ins.residual is None:
-        return [Place(t, part.ref, True) for t, part in zip(ins.targets, ins.parts, strict=True)]
+    if isinstance(ins, Linear):
+        reader = ins.parts[0].ref if ins.norm is None else ins.norm.ref
+        summed = [] if ins.joined is None else [Place(ins.joined.summed, reader, False)]
+        if ins.activation is not None or ins.residual is not None:
+            return summed
+        parts = zip(ins.outputs, ins.parts, strict=True)
+        return [*summed, *(Place(target, part.ref, True) for target, part in parts)]
     if isinstance(ins, Experts) and ins.residual is None:
         return [Place(ins.target, ins.spec.ref, True)]
     if isinstance(ins, CallBlock):
@@ -150,7 +157,7 @@ class PlanWalk:
 
     def end(self, logits: Tensor) -> None:
         """Compare what the plan returned; logits [vocab_size]."""
-        result = list(self._makers)[-1]
+        result = list(self._makers.values())[-1].targets[0]
         ours = logits[None]
         self._note("logits_out", "what the model returns", ours, match(self._forward.logits, ours))
         missing = self._makers.keys() - self._given.keys() - {result}
@@ -169,8 +176,9 @@ class PlanWalk:
         self._makers |= dict.fromkeys(ins.targets, ins)
         before = len(self.points)
         for place in written_places(ins):
-            # The norm of a sum that is wrong already says nothing about the norm.
-            wrong = isinstance(ins, Norm) and any(p.parts for p in self.points[before:])
+            # What is made of a sum that is wrong already says nothing about the making.
+            summed = isinstance(ins, Norm) or (isinstance(ins, Linear) and ins.joined is not None)
+            wrong = summed and any(p.parts for p in self.points[before:])
             self._compare(place, values, noted=not wrong)
         if isinstance(ins, RotaryTable):
             self._compare_tables(ins, values)

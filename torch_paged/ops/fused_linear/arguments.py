@@ -44,10 +44,14 @@ def kernel_arguments(
     activation: str,
     gated: bool,
     out: Tensor,
+    beside: Sequence[Tensor] = (),
 ) -> Arguments:
-    """Return the arguments of any of the kernels, without low-rank updates."""
+    """Return the arguments of any of the kernels, without low-rank updates.
+
+    `beside`: further matrices that are loaded VEC elements at a time.
+    """
     biases = [*biases, None, None, None]
-    vec = _vector(x, weights, x.shape[1])
+    vec = _vector(x, (*weights, *beside), x.shape[1])
     streams = [weights[min(i, len(weights) - 1)] for i in range(3)]
     pointers = (
         x,

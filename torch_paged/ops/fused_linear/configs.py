@@ -30,6 +30,10 @@ ALWAYS_KERNEL_ROWS = 64
 # Up to so many rows a shape that was not measured takes the wide kernel, where it runs.
 MAX_WIDE_UNMEASURED = 128
 
+# A row or two are worth making anew in every program, but not in the thousands of a vocabulary.
+MAX_JOINED_TOKENS = 2
+MAX_JOINED_FEATURES = 65536
+
 # Length of the caller's `counters`: one for each block of output features whose sum is split.
 NUM_COUNTERS = 4096
 
@@ -181,6 +185,24 @@ def choose_config(
     if not _reaches(config, problem):
         config = _tile_gemm_rule(key, problem)._replace(splits=1)
     return config
+
+
+def joined_config(key: tuple[int, int], config: Config, problem: Problem) -> GemvConfig | None:
+    """Return the launch of `joined_linear` where that of the linear alone is `config`.
+
+    None: two kernels. A program makes whole rows of x, so it has eight output features for them
+    where the table may have four, and one group of warps along in_features, whose tiles of x need
+    the fewest barriers. With these registers Triton 3.6 spills none on Hopper at the sizes of
+    Gemma 3, and four programs share a multiprocessor, or five. Elsewhere it would spill.
+    """
+    if key[0] not in (0, 90):
+        return None
+    few = problem.num_tokens <= MAX_JOINED_TOKENS and problem.num_rows <= MAX_JOINED_FEATURES
+    if not isinstance(config, GemvConfig) or not few:
+        return None
+    if problem.num_tokens == 1:
+        return GemvConfig(2, 2, 4, 1, 96) if problem.gated else GemvConfig(2, 4, 4, 1, 128)
+    return GemvConfig(2, 2, 4, 1, 128 if problem.gated else 104)
 
 
 def without_copies(key: tuple[int, int], problem: Problem, can_split: bool) -> Config:

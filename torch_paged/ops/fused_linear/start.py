@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_paged.ops.fused_linear.ahead_gemm import _ahead_gemm_kernel
 from torch_paged.ops.fused_linear.arguments import Arguments
 from torch_paged.ops.fused_linear.configs import (
+    MAX_JOINED_TOKENS,
     NUM_COUNTERS,
     GemvConfig,
     PlainTileGemmConfig,
@@ -19,12 +20,16 @@ from torch_paged.ops.fused_linear.configs import (
     num_processors,
 )
 from torch_paged.ops.fused_linear.gemv import _gemv_kernel
+from torch_paged.ops.fused_linear.joined_gemv import _joined_gemv_kernel
 from torch_paged.ops.fused_linear.small_gemm import _small_gemm_kernel
 from torch_paged.ops.fused_linear.tile_gemm import _tile_gemm_kernel
 from torch_paged.ops.fused_linear.wide_config import AheadGemmConfig, WideGemmConfig
 from torch_paged.ops.fused_linear.wide_gemm import _wide_gemm_kernel
 from torch_paged.ops.l1_cache import prefer_l1
 from torch_paged.ops.triton_compat import INTERPRETED, TensorDescriptor, triton
+
+# What the joined GEMV does not do.
+_NOT_JOINED = {"HAS_RESIDUAL", "RANK0", "RANK1", "RANK2", "MAX_RANK", "AFTER_SHRINK"}
 
 
 def start_gemv(
@@ -62,6 +67,54 @@ def start_gemv(
         maxnreg=config.registers,
     )
     prefer_l1(kernel, pointers[0].device)
+
+
+def start_joined_gemv(
+    config: GemvConfig,
+    branch: Tensor,
+    join_weight: Tensor | None,
+    join_eps: float,
+    join_offset: float,
+    join_cast_before_gain: bool,
+    total: Tensor,
+    sizes: Sequence[int],
+    arguments: Arguments,
+) -> None:
+    """Launch the kernel; `arguments` are of a linear whose x is the stream."""
+    pointers, numbers, constants = arguments
+    num_tokens = branch.shape[0]
+    tokens = min(triton.next_power_of_2(num_tokens), MAX_JOINED_TOKENS)
+    block = config.rows * config.warps // config.k_warps
+    step = config.k_warps * config.chunks * 32 * constants["VEC"]
+    # One more stores the total.
+    num_programs = sum(triton.cdiv(n, block) for n in sizes) + 1
+    kernel = _joined_gemv_kernel[(num_programs, triton.cdiv(num_tokens, tokens))](
+        branch,
+        branch if join_weight is None else join_weight,
+        total,
+        *pointers[:8],
+        pointers[-1],
+        branch.stride(0) // constants["VEC"],
+        join_eps,
+        join_offset,
+        *numbers[:8],
+        *numbers[9:11],
+        **{name: constants[name] for name in constants if name not in _NOT_JOINED},
+        JOIN_GAIN=join_weight is not None,
+        JOIN_CAST=join_cast_before_gain,
+        TOKENS=tokens,
+        ROWS=config.rows,
+        CHUNKS=config.chunks,
+        WARPS=config.warps,
+        K_WARPS=config.k_warps,
+        EVEN_K=constants["K"] % step == 0,
+        EVEN_N=all(n % block == 0 for n in sizes),
+        EVEN_T=num_tokens % tokens == 0,
+        num_warps=config.warps,
+        num_stages=1,
+        maxnreg=config.registers,
+    )
+    prefer_l1(kernel, branch.device)
 
 
 def start_gemm(
@@ -213,4 +266,4 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, [num_rows, width], [stride, 1], [rows, columns])
 
 
-__all__ = ["start_ahead_gemm", "start_gemm", "start_gemv", "start_wide_gemm"]
+__all__ = ["start_ahead_gemm", "start_gemm", "start_gemv", "start_joined_gemv", "start_wide_gemm"]
