@@ -55,6 +55,7 @@ def _decode(
         ("several", (90, 100), 32768, 8, 2, 0),
         ("many", (90, 100), 8192, 4, 3, 0),
         ("one_wave", (90, 100), 4096, 2, 3, 0),
+        ("fewer_alike", (90, 100), 8192, 4, 3, 0),
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
@@ -64,12 +65,13 @@ def _decode(
         group, v = num_heads // num_kv_heads, v_dim or head_dim
         if name == "short_wide" and (head_dim <= 192 or element_size != 2):
             continue
-        if name == "one_wave" and (head_dim > 128 or element_size != 2 or group > 16):
+        alike = name in ("one_wave", "fewer_alike")
+        if alike and (head_dim > 128 or element_size != 2 or group > 16):
             continue
         if name == "many" and head_dim > 128:
             tile_bytes = 16384
         early = name in ("short", "several") and element_size == 2 and head_dim <= 192
-        early = early or name in ("short_wide", "one_wave")
+        early = early or alike or name == "short_wide"
         power = 1 << (group - 1).bit_length()
         block_m, block_d, block_dv = max(16, power), _power(head_dim), _power(v)
         num_warps = warps if block_m < 64 else 8
@@ -99,7 +101,7 @@ def _decode(
             "MERGE_HEADS": min(power, 8),
             "NUM_STAGES": stages,
             "FUSED": True,
-            "SPLIT": name not in ("several", "many", "one_wave"),
+            "SPLIT": not alike and name not in ("several", "many"),
             "HAS_Q_NORM": False,
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
@@ -120,9 +122,9 @@ def _decode(
                 constants={**_FLAGS, **shape, **constants},
                 num_warps=num_warps,
                 # Of the shapes not in _SHORT the bound on registers makes some spill two of them.
-                hot=hot and name != "t4" and (name != "one_wave" or label in _SHORT),
+                hot=hot and name != "t4" and (not alike or label in _SHORT),
                 capabilities=capabilities,
-                options={"maxnreg": 128} if name == "one_wave" else {},
+                options={"maxnreg": 128} if alike else {},
             )
         )
     return rows

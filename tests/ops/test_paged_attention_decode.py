@@ -367,22 +367,25 @@ def test_blocks_behind_the_window_may_belong_to_others(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "head_dim", "dtype", "one_wave"),
+    ("num_rows", "head_dim", "dtype", "warps"),
     [
-        (128, 128, torch.bfloat16, True),
-        (128, 64, torch.float16, True),
-        (67, 128, torch.bfloat16, True),
-        (66, 128, torch.bfloat16, False),  # four programs an SM hold all
-        (133, 128, torch.bfloat16, False),  # more than there is room for at once
-        (128, 192, torch.bfloat16, False),
-        (128, 128, torch.float32, False),
+        (128, 128, torch.bfloat16, 2),
+        (128, 64, torch.float16, 2),
+        (67, 128, torch.bfloat16, 2),
+        (66, 128, torch.bfloat16, 4),  # four programs an SM hold all
+        (66, 64, torch.bfloat16, None),
+        (25, 128, torch.bfloat16, 4),
+        (24, 128, torch.bfloat16, None),
+        (133, 128, torch.bfloat16, None),  # more than there is room for at once
+        (128, 192, torch.bfloat16, None),
+        (128, 128, torch.float32, None),
     ],
 )
 def test_rows_of_like_length_begin_at_once_where_all_fit(
     num_rows: int,
     head_dim: int,
     dtype: torch.dtype,
-    one_wave: bool,
+    warps: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On an H200: 132 SMs, 8 KV heads."""
@@ -392,22 +395,24 @@ def test_rows_of_like_length_begin_at_once_where_all_fit(
     monkeypatch.setattr(attention_config, "sm_count", lambda device: 132)
     monkeypatch.setattr(attention_config, "device_capability", lambda index: (9, 0))
     shape = (device, dtype, num_rows, 8, head_dim)
-    assert attention_config.cares_for_lengths(*shape) == one_wave
+    assert attention_config.cares_for_lengths(*shape) == (warps is not None)
     usual = attention_config.decode_config(query, num_rows * 8, 4096)
     with attention_config.rows_alike(True):
         chosen = attention_config.decode_config(query, num_rows * 8, 4096)
-    assert (chosen != usual) == one_wave
+    assert (chosen != usual) == (warps is not None)
+    assert warps in (None, chosen.num_warps)
     assert attention_config.decode_config(query, num_rows * 8, 4096) == usual
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one configuration")
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (40, 8, 96), (32, 32, 80)], ids=str)
 @pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize("num_programs", [256, 1000])
 def test_rows_of_any_length_are_right_when_told_alike(
-    heads: tuple[int, int, int], window: int
+    num_programs: int, heads: tuple[int, int, int], window: int
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
-    lengths = [(37 * i) % 300 for i in range(1000 // num_kv_heads)]
+    lengths = [(37 * i) % 300 for i in range(num_programs // num_kv_heads)]
     with attention_config.rows_alike(True):
         _check_decode(
             lengths,

@@ -125,9 +125,13 @@ def _is_plain(
     join_cast: bool,
     weights: Sequence[Tensor],
 ) -> bool:
-    """Say whether the kernel serves these: something to do, all of it in one dtype."""
+    """Say whether one kernel takes these: something to do, all of it in one dtype of 16 bits.
+
+    Of float32 the sum would differ from that of `rms_norm_add` in its last bit, or between one
+    row and two: a product and a sum between which nothing rounds become one operation or not.
+    """
     dtype = out_dtype(branch.dtype, join_weight, join_cast)
-    if not dtype == branch.dtype == stream.dtype == weights[0].dtype:
+    if dtype.itemsize != 2 or not dtype == branch.dtype == stream.dtype == weights[0].dtype:
         return False
     return stream.numel() > 0 and sum(w.shape[0] for w in weights) > 0
 
