@@ -63,20 +63,46 @@ def compile_target(target: Target, capability: int) -> dict[str, Any]:
         "stack": stack,
         "gdc_wait": "griddepcontrol.wait" in ptx,
         "gdc_launch_dependents": "griddepcontrol.launch_dependents" in ptx,
+        "unequal_sums": _unequal_sums(compiled.asm["cubin"]) if capability == 90 else 0,
     }
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return registers and stack bytes a thread; spilled registers live in the stack frame."""
+def _cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+        return subprocess.run(
+            [knobs.nvidia.cuobjdump.path, option, file.name],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
+
+
+def _unequal_sums(cubin: bytes) -> int:
+    """Count the values of other lanes that are added to a product which is not rounded first.
+
+    The other lane adds this one's product, which is rounded: lanes that should hold one sum differ
+    in its last bit, and which of them is stored is left to chance.
+    """
+    code = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", _cuobjdump(cubin, "-sass"), re.MULTILINE)
+    count = 0
+    for place, line in enumerate(code):
+        if (shuffle := re.search(r"SHFL\.BFLY \w+, (R\d+),", line)) is None:
+            continue
+        for later in code[place + 1 : place + 80]:
+            operands = re.findall(r"\bR\d+\b", later)
+            if shuffle[1] in operands[1:]:
+                count += "FFMA" in later and operands[-1] == shuffle[1]
+                break
+            if operands and operands[0] == shuffle[1]:
+                break
+    return count
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers and stack bytes a thread; spilled registers live in the stack frame."""
+    report = _cuobjdump(cubin, "-res-usage")
     usage = re.findall(r"REG:(\d+) STACK:(\d+)", report)
     return max(int(r) for r, _ in usage), max(int(s) for _, s in usage)
 

@@ -59,14 +59,12 @@ def _decode(
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
-        if name in ("short", "several") and label not in _SHORT:
+        alike = name in ("one_wave", "fewer_alike")
+        if (alike or name in ("short", "several")) and label not in _SHORT:
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
         if name == "short_wide" and (head_dim <= 192 or element_size != 2):
-            continue
-        alike = name in ("one_wave", "fewer_alike")
-        if alike and (head_dim > 128 or element_size != 2 or group > 16):
             continue
         if name == "many" and head_dim > 128:
             tile_bytes = 16384
@@ -121,8 +119,7 @@ def _decode(
                 types={**indices, **_FLOATS, **pointers, **(types or {})},
                 constants={**_FLAGS, **shape, **constants},
                 num_warps=num_warps,
-                # Of the shapes not in _SHORT the bound on registers makes some spill two of them.
-                hot=hot and name != "t4" and (not alike or label in _SHORT),
+                hot=hot and name != "t4",
                 capabilities=capabilities,
                 options={"maxnreg": 128} if alike else {},
             )

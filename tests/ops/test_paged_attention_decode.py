@@ -306,7 +306,7 @@ NOWHERE = 1 << 30
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("window", [0, 1, 16, 17, 40])
+@pytest.mark.parametrize("window", [0, 1, 17])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "cached"])
 def test_table_entries_out_of_sight_are_not_followed(
     window: int, fused: bool, config: DecodeConfig | None

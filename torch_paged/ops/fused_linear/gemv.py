@@ -22,6 +22,7 @@ from torch_paged.ops.fused_linear.parts import (
     load_update,
     locate,
     locate_update,
+    rounded_product,
 )
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
@@ -249,18 +250,18 @@ def _gemv_kernel(
         y *= scale
         y_up *= scale
     if MAX_RANK:
-        y += u_scale * tl.sum(u.to(tl.float32) * u_x, axis=3)
+        y += u_scale * tl.sum(rounded_product(u.to(tl.float32), u_x), axis=3)
         if GATED:
-            y_up += scale1 * tl.sum(u_up.to(tl.float32) * up_x, axis=3)
+            y_up += scale1 * tl.sum(rounded_product(u_up.to(tl.float32), up_x), axis=3)
         for _ in tl.static_range(R_CHUNK, MAX_RANK, R_CHUNK):
             r += R_CHUNK
             u = load_update(u_ptr, u_rows, u_rows < n, rank, r)
             u_x = load_lora_x(lora_x_ptr, tokens, token_mask, first, rank, r, WIDTH)
-            y += u_scale * tl.sum(u.to(tl.float32) * u_x, axis=3)
+            y += u_scale * tl.sum(rounded_product(u.to(tl.float32), u_x), axis=3)
             if GATED:
                 u = load_update(u1_ptr, u_rows, u_rows < n, RANK1, r)
                 u_x = load_lora_x(lora_x_ptr, tokens, token_mask, RANK0, RANK1, r, WIDTH)
-                y_up += scale1 * tl.sum(u.to(tl.float32) * u_x, axis=3)
+                y_up += scale1 * tl.sum(rounded_product(u.to(tl.float32), u_x), axis=3)
     finish(
         y,
         y_up,

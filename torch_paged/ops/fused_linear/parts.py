@@ -221,6 +221,17 @@ def load_lora_x(ptr, tokens, token_mask, column, rank, r, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """Return a * b, broadcast, of which no first sum of lanes makes a multiply-add.
+
+    That would round the lane's own product no more: lanes that hold the same sum would differ in
+    its last bit.
+    """
+    a, b = tl.broadcast(a, b)
+    return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
 def add_update(
     y,
     u_ptr,
@@ -252,10 +263,7 @@ def add_update(
         if DOT:
             y = tl.dot(u, tl.trans(x), y, input_precision="tf32x3")
         else:
-            # A product and the first sum of lanes would become one fma, which rounds the lane's
-            # own product no more: lanes that hold the same sum would differ in its last bit.
-            u, x = tl.broadcast(u[:, None, :], x[None, :, :])
-            y += tl.sum(tl.fma(u, x, tl.zeros_like(u)), axis=2)
+            y += tl.sum(rounded_product(u[:, None, :], x[None, :, :]), axis=2)
     return y
 
 
