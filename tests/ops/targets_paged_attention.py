@@ -55,11 +55,10 @@ def _decode(
         ("several", (90, 100), 32768, 8, 2, 0),
         ("many", (90, 100), 8192, 4, 3, 0),
         ("one_wave", (90, 100), 4096, 2, 3, 0),
-        ("fewer_alike", (90, 100), 8192, 4, 3, 0),
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
-        alike = name in ("one_wave", "fewer_alike")
+        alike = name == "one_wave"
         if (alike or name in ("short", "several")) and label not in _SHORT:
             continue
         num_heads, num_kv_heads, head_dim = heads

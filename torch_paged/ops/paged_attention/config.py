@@ -47,10 +47,6 @@ _ONE_WAVE_PROGRAMS = DecodeConfig(
     tile_bytes=4096, num_warps=2, num_stages=3, early_tile=True, registers=128
 )
 _ONE_WAVE_PER_SM = 8
-# With fewer, on four warps: of 32 rows with 160 tokens, 8 KV heads of 128, all at once, 10.8 to
-# 9.1 us, with 400 tokens 19.5 to 18.3; of heads of 64 no quicker.
-_FEWER_ALIKE_PROGRAMS = dataclasses.replace(_ONE_WAVE_PROGRAMS, tile_bytes=8192, num_warps=4)
-_FEWER_ALIKE_PER_SM = 1.5
 # Up to so many query heads share a KV head: more make larger tiles, which take more registers.
 _ONE_WAVE_GROUP = 16
 # Rows count as of like length up to so many tokens between the longest and the shortest.
@@ -130,9 +126,9 @@ def cares_for_lengths(
         return False
     if device_capability(device.index or 0)[0] not in (9, 10):
         return False
-    per_sm = num_rows * num_kv_heads / sm_count(device)
-    least = _FEWER_ALIKE_PER_SM if head_dim > 64 else _MANY_PER_SM + 1
-    return least < per_sm <= _ONE_WAVE_PER_SM
+    two_waves = _MANY_PER_SM + 1
+    programs, num_sms = num_rows * num_kv_heads, sm_count(device)
+    return two_waves * num_sms < programs <= _ONE_WAVE_PER_SM * num_sms
 
 
 def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> DecodeConfig:
@@ -169,8 +165,7 @@ def _alike_config(query: torch.Tensor, num_programs: int) -> DecodeConfig | None
     cares = cares_for_lengths(query.device, query.dtype, num_rows, num_kv_heads, head_dim)
     if not cares or num_heads > _ONE_WAVE_GROUP * num_kv_heads:
         return None
-    two_waves = num_programs > (_MANY_PER_SM + 1) * sm_count(query.device)
-    return _ONE_WAVE_PROGRAMS if two_waves else _FEWER_ALIKE_PROGRAMS
+    return _ONE_WAVE_PROGRAMS
 
 
 def num_splits(num_programs: int, max_tokens: int, num_sms: int, config: DecodeConfig) -> int:
