@@ -14,7 +14,8 @@ for more, on Hopper `ahead_gemm.py` or `wide_gemm.py` too where they were measur
 `configs.py` chooses. Past `ALWAYS_KERNEL_ROWS` rows it is `wide_gemm.py` on Hopper, with
 the norm in a kernel of its own, and elsewhere a kernel only for shapes that were measured to win;
 past `MAX_KERNEL_ROWS` none: there the reference runs (cuBLAS on a GPU). The z_i are a kernel of
-their own before it, `shrink.py`, beside which it already multiplies by the weights.
+their own before it, `shrink.py`, beside which it already multiplies by the weights, or one with a
+norm that it leaves outside, `shrink_norm.py`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _before_the_product(
     if outside and some and x.shape[1] <= MAX_NORM_WIDTH:
         lora_x, x = launch_shrink_norm(x, downs, weight, eps, offset, cast)
         return x, False, lora_x, False
-    beside = not outside and isinstance(config, _OVERLAPPING)
+    beside = some and not outside and isinstance(config, _OVERLAPPING)
     lora_x = launch_shrink(x, downs, weight, norm, eps, offset, cast, release_late=beside)
     if outside:
         x = _launch_rms_norm(x, weight, eps, offset, cast).to(x.dtype)
