@@ -11,6 +11,9 @@ from benchmarks import ops_joined, ops_linear_cases
 from benchmarks.ops_linear_cases import MODELS
 from benchmarks.parity import WrongResult
 from benchmarks.timing import Timing, summarize
+from torch_paged.ops.fused_linear import fused_linear_reference
+from torch_paged.ops.fused_linear.joined import joined_linear_reference
+from torch_paged.ops.rms_norm import rms_norm_add_reference
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +24,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_is_printed_for_each_layer_and_for_their_chain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run once: interpreted kernels take their time."""
+    """Run once and by the references: interpreted kernels take their time."""
+
+    def joined(*args: object, config: object, **options: object) -> tuple[torch.Tensor, ...]:
+        return joined_linear_reference(*args, **options)
 
     def once(run: Callable[[], None], repeats: int, device: torch.device) -> Timing:
         run()
         return summarize([1.0])
 
     monkeypatch.setattr(ops_joined, "graph_ms", once)
+    monkeypatch.setattr(ops_joined, "_launch_joined_linear", joined)
+    monkeypatch.setattr(ops_joined, "_launch_fused_linear", fused_linear_reference)
+    monkeypatch.setattr(ops_joined, "_launch_rms_norm_add", rms_norm_add_reference)
     ops_joined.main(["--models", "tiny", "--tokens", "1"])
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[1] for line in lines if line.startswith("tiny")]
