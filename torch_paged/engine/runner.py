@@ -82,7 +82,11 @@ class Runner(Protocol):
 
 
 def make_rows(slots: Sequence[int], lengths: Collection[int], device: torch.device) -> Rows:
-    """Put the slots of a batch on the device; `lengths`, of any origin, tell if rows are alike."""
+    """Put the slots of a batch on the device.
+
+    Args:
+        lengths: tokens of each row, or those less one number that is the same for all.
+    """
     index = int64_tensor(array("q", slots)).to(torch.int32)
     alike = max(lengths) - min(lengths) <= ALIKE_TOKENS
     return Rows(tuple(slots), to_device(index, device), alike)

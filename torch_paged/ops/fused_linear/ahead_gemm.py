@@ -9,7 +9,8 @@ Programs share out in_features as in wide_gemm.py.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import load_gain, locate, prefetch_updates
+from torch_paged.ops.fused_linear.parts import load_gain, locate
+from torch_paged.ops.fused_linear.updates import prefetch_updates
 from torch_paged.ops.fused_linear.wide_parts import (
     finish_tile,
     prefetch_rows,

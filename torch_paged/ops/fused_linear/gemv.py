@@ -16,11 +16,13 @@ from torch_paged.ops.fused_linear.parts import (
     finish,
     load_bias,
     load_gain,
-    load_lora_x,
     load_residual,
     load_streamed,
-    load_update,
     locate,
+)
+from torch_paged.ops.fused_linear.updates import (
+    load_lora_x,
+    load_update,
     locate_update,
     rounded_product,
 )

@@ -19,7 +19,6 @@ Sums take the same order at any number of rows for the same configuration.
 from __future__ import annotations
 
 from torch_paged.ops.fused_linear.parts import (
-    add_updates,
     finish,
     load_bias,
     load_gain,
@@ -27,8 +26,8 @@ from torch_paged.ops.fused_linear.parts import (
     load_streamed,
     locate,
     merge_splits,
-    prefetch_updates,
 )
+from torch_paged.ops.fused_linear.updates import add_updates, prefetch_updates
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 

@@ -9,7 +9,6 @@ weights waits in registers for the previous kernel to end and is added last.
 from __future__ import annotations
 
 from torch_paged.ops.fused_linear.parts import (
-    add_updates,
     finish,
     load_bias,
     load_gain,
@@ -17,8 +16,8 @@ from torch_paged.ops.fused_linear.parts import (
     load_streamed,
     locate,
     merge_splits,
-    prefetch_updates,
 )
+from torch_paged.ops.fused_linear.updates import add_updates, prefetch_updates
 from torch_paged.ops.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 

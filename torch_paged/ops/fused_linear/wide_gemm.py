@@ -14,7 +14,8 @@ to arrive finishes all.
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import locate, prefetch_updates
+from torch_paged.ops.fused_linear.parts import locate
+from torch_paged.ops.fused_linear.updates import prefetch_updates
 from torch_paged.ops.fused_linear.wide_parts import (
     finish_tile,
     prefetch_rows,

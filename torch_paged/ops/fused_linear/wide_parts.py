@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from torch_paged.ops.fused_linear.parts import (
-    add_updates,
-    finish,
-    load_bias,
-    load_residual,
-)
+from torch_paged.ops.fused_linear.parts import finish, load_bias, load_residual
+from torch_paged.ops.fused_linear.updates import add_updates
 from torch_paged.ops.triton_compat import tl, triton
 
 
