@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(shapes.NAMES), choices=shapes.ALL)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hf", action="store_true", help="measure Hugging Face eager as well")
     parser.add_argument("--sample", action="store_true", help="also sample (0.8, 0.9, 50)")
     parser.add_argument("--json", default="")

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

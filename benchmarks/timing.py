@@ -88,15 +88,15 @@ def differenced(call: Callable[[int], float], new: int, repeats: int) -> dict[st
     call(new + 1)
     for _ in range(2):  # what is met again is captured
         call(1)
-    shorts = summarize([call(1) for _ in range(repeats)])
-    longs = summarize([call(new + 1) for _ in range(repeats)])
-    # Either end may be off: the spread counts both.
-    steps = [1e3 * (s - f) / new for s in longs[1:3] for f in shorts[1:3]]
+    # By turns, so that clocks that drift change both ends of a difference.
+    pairs = [(call(1), call(new + 1)) for _ in range(repeats)]
+    shorts, longs = (summarize(ends) for ends in zip(*pairs, strict=True))
+    steps = summarize([1e3 * (long - short) / new for short, long in pairs])
     return {
-        "ms": 1e3 * (longs.median - shorts.median) / new,
-        "low_ms": min(steps),
-        "high_ms": max(steps),
-        "spread_ms": max(steps) - min(steps),
+        "ms": steps.median,
+        "low_ms": steps.low,
+        "high_ms": steps.high,
+        "spread_ms": steps.spread,
         "end_to_end_ms": 1e3 * longs.median / (new + 1),
         "first_token_ms": 1e3 * shorts.median,
         "first_token_spread_ms": 1e3 * shorts.spread,

@@ -91,11 +91,12 @@ def test_step_time_is_differenced() -> None:
 
 
 def test_spread_of_a_step_counts_both_ends() -> None:
-    # Warm-up, then three short and three long calls.
-    seconds = iter([9.0, 8.0, 7.0, 1.0, 1.1, 1.2, 2.0, 2.1, 2.4])
+    # Warm-up, then a short and a long call by turns.
+    seconds = iter([9.0, 8.0, 7.0, 1.0, 2.0, 1.1, 2.4, 1.2, 2.0])
     times = differenced(lambda new: next(seconds), 1, 3)
     assert times["ms"] == pytest.approx(1000)
-    assert (times["low_ms"], times["high_ms"]) == (pytest.approx(800), pytest.approx(1400))
+    assert (times["low_ms"], times["high_ms"]) == (pytest.approx(800), pytest.approx(1300))
+    assert times["first_token_ms"] == pytest.approx(1100)
 
 
 def test_row_takes_a_timing_in_another_unit() -> None:

@@ -201,7 +201,7 @@ def joined_config(key: tuple[int, int], config: Config, problem: Problem) -> Gem
     if not isinstance(config, GemvConfig) or not few:
         return None
     if problem.num_tokens == 1:
-        return GemvConfig(2, 2, 4, 1, 96) if problem.gated else GemvConfig(2, 4, 4, 1, 128)
+        return GemvConfig(2, 2, 4, 1, 96 if problem.gated else 128)
     return GemvConfig(2, 2, 4, 1, 128 if problem.gated else 104)
 
 
