@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -250,4 +251,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy host values to `device` without waiting for it."""
     if device.type == "cpu":
         return values
-    return values.pin_memory().to(device, non_blocking=True)
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+    # Not by torch, which wakes other threads for as little as 256 KB of it.
+    np.copyto(pinned.numpy(), values.numpy())
+    return pinned.to(device, non_blocking=True)

@@ -1,4 +1,8 @@
-"""What a closed batch is given: packed prompts and limits."""
+"""What a closed batch is given: packed prompts and limits.
+
+Indices of tokens are worked out with numpy, on the calling thread: torch shares some of these
+operations out among threads, which takes milliseconds where the processor has other work.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -64,7 +70,7 @@ def token_indices(group: Sequence[tuple[int, int, int]]) -> Tensor:
     """Return [num_tokens] int64, the index in its own row of every token (_, start, length)."""
     bounds = running_sums([length for _, _, length in group])
     shifts = [start - bound for (_, start, _), bound in zip(group, bounds, strict=False)]
-    return torch.arange(bounds[-1], device="cpu") + _of_tokens(shifts, group)
+    return torch.from_numpy(np.arange(bounds[-1], dtype=np.int64) + _of_tokens(shifts, group))
 
 
 def slot_mapping(
@@ -89,9 +95,9 @@ def slot_mapping(
         shifts.append(len(ids) - first)
         columns = held.columns(first, stop)
         ids.extend(columns[table - held.kind.first_table :: held.kind.num_tables])
-    column = index // block_size
-    inside = index - column * block_size
-    return int64_tensor(ids)[column + _of_tokens(shifts, group)] * block_size + inside
+    column, inside = np.divmod(index.numpy(), block_size)
+    blocks = np.asarray(ids)[column + _of_tokens(shifts, group)]
+    return torch.from_numpy(blocks * block_size + inside)
 
 
 def int64_tensor(values: array[int]) -> Tensor:
@@ -101,11 +107,12 @@ def int64_tensor(values: array[int]) -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64)
 
 
-def _of_tokens(values: Sequence[int], group: Sequence[tuple[int, int, int]]) -> Tensor:
+def _of_tokens(
+    values: Sequence[int], group: Sequence[tuple[int, int, int]]
+) -> npt.NDArray[np.int64]:
     """Repeat the value of each piece for its tokens."""
     lengths = [length for _, _, length in group]
-    pair = torch.tensor([list(values), lengths], device="cpu")
-    return torch.repeat_interleave(pair[0], pair[1], output_size=sum(lengths))
+    return np.repeat(np.array(values, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
 
 __all__ = [

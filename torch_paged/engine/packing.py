@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,10 +69,10 @@ def pack_chunks(
         per_token.append(slot_mapping(pieces, held, table, block_size, index))
     if has_spans:
         per_token.append(_spans(chunks, index))
-    parts = [torch.tensor([value for part in per_row for value in part], device="cpu")]
+    parts = [np.array([value for part in per_row for value in part], dtype=np.int64)]
     for values in per_token:
-        parts += [torch.full((count,), -1, device="cpu"), values]
-    packed = to_device(torch.cat(parts), device)
+        parts += [np.full(count, -1), values.numpy()]
+    packed = to_device(torch.from_numpy(np.concatenate(parts)), device)
     sizes = [len(part) for part in per_row] + [count + len(index)] * len(per_token)
     rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
         sizes
