@@ -152,10 +152,10 @@ def response(
     The prompts depend on the seed: of those seen before the engine still has the blocks.
     """
     draw = random.Random(seed)
+    prompts = [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
     synchronize()
     started = time.perf_counter()
-    for _ in range(count):
-        prompt = [draw.randrange(vocab_size) for _ in range(length)]
+    for prompt in prompts:
         engine.add_request(prompt, max_new_tokens=length, **GREEDY)
     times = [time.perf_counter() - started for _ in engine.stream(tokens=False)]
     assert len(times) == count
@@ -229,7 +229,7 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
                 result[f"streams_{streams}"] = latency(engine, some, streams)
         if settings.response:
             length = max(2, int(128 * scale))
-            for seed in range(3):
+            for seed in range(5):
                 result["response_s"] = response(engine, 128, length, vocab, seed)
         if settings.busy:
             seen = decode_timeline(engine, settings.max_num_seqs, vocab)

@@ -15,6 +15,7 @@ class ReplayingGraphs:
 
     def __init__(self, refused: Collection[str] = ()) -> None:
         self.refusals = dict.fromkeys(refused, "it reads its data back")
+        self.refused: set[Hashable] = set()
         self.code: dict[Hashable, Callable[[], Any]] = {}
         self.static: dict[Hashable, torch.Tensor] = {}
         self.num_replays = 0
@@ -25,12 +26,18 @@ class ReplayingGraphs:
     def prepare(
         self, kind: str, key: Hashable, fn: Callable[[], Any], *, warmup: Any = None
     ) -> bool:
-        if kind in self.refusals:
-            return False
         if key not in self.code:
+            if not self.may_capture(kind, key):
+                return False
             warmup()
             self.code[key] = fn
         return True
+
+    def may_capture(self, kind: str, key: Hashable) -> bool:
+        return kind not in self.refusals and key not in self.refused
+
+    def refuse(self, kind: str, key: Hashable, error: RuntimeError) -> None:
+        self.refused.add(key)
 
     def replay(self, key: Hashable) -> Any:
         self.num_replays += 1

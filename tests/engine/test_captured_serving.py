@@ -59,6 +59,21 @@ def test_buckets_change_nothing(buckets: tuple[int, ...], budget: int) -> None:
     assert any(key[3] for key in prompts) and any(not key[3] for key in prompts)
 
 
+def test_a_size_of_prompts_is_captured_at_its_fourth_meeting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # the number that tests of this folder do with
+    graphs, answers = ReplayingGraphs(), Answers(small_model())
+    found = []
+    with make_engine(small_model(), max_num_seqs=2, lag=2) as engine:
+        capture(core_of(engine), graphs)
+        for seed in range(5):
+            engine.add_request(ids_of(20, seed), max_new_tokens=3, request_id=0)
+            assert run_checked(engine)[0].token_ids == answers(ids_of(20, seed), 3)
+            found.append(sum(key[0] == "serve prefill" for key in graphs.code))
+    assert found == [0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("spread", [2, 80])
 def test_rows_of_like_length_have_graphs_of_their_own(
     spread: int, monkeypatch: pytest.MonkeyPatch
@@ -109,8 +124,10 @@ def test_a_step_runs_op_by_op_where_its_capture_takes_more_memory_than_is_left(
         def prepare(self, kind: str, key: Any, fn: Any, *, warmup: Any = None) -> bool:
             if kind != refused or key in self.code:
                 return super().prepare(kind, key, fn, warmup=warmup)
-            self.attempts.append(key)
-            raise torch.OutOfMemoryError("CUDA out of memory in a capture")
+            if self.may_capture(kind, key):
+                self.attempts.append(key)
+                self.refuse(kind, key, torch.OutOfMemoryError("no memory in a capture"))
+            return False
 
     graphs = FullGraphs()
     serve((1, 2, 4), 64, graphs)  # every answer is there

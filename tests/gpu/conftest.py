@@ -16,6 +16,8 @@ import pytest
 import torch
 import transformers
 
+from torch_paged.engine import prompt_graphs
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 _HERE = Path(__file__).parent
@@ -117,6 +119,12 @@ def _fresh_device():
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _sizes_are_captured_when_met_again(monkeypatch):
+    """Let short tests see a step with prompts launched op by op, captured and replayed."""
+    monkeypatch.setattr(prompt_graphs, "_MEETINGS", 2)
 
 
 @pytest.fixture(autouse=True)

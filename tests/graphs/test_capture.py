@@ -130,14 +130,34 @@ def test_a_kind_that_cannot_be_captured_is_not_tried_again(cache):
     assert cache.prepare("a prefill", "c", first)
 
 
-@pytest.mark.parametrize("where", ["warm-up", "memory"])
-def test_other_failures_are_the_callers(cache, where):
+def test_a_failing_warm_up_is_the_callers(cache):
     def fail():
-        raise torch.OutOfMemoryError("no memory") if where == "memory" else RuntimeError("a bug")
+        raise RuntimeError("a bug")
 
-    with pytest.raises(RuntimeError, match="no memory" if where == "memory" else "a bug"):
-        cache.prepare("a step", "a", fail, warmup=fail if where == "warm-up" else None)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cache.prepare("a step", "a", fail, warmup=fail)
     assert cache.refusals == {} and "a" not in cache
+
+
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_what_lacks_memory_runs_without_a_graph_until_all_are_cleared(cache, where, caplog):
+    tries = []
+
+    def fail():
+        tries.append(where)
+        raise torch.OutOfMemoryError(f"no memory in the {where}\nmore")
+
+    warmup = fail if where == "warm-up" else None
+    for _ in range(2):
+        assert not cache.prepare("a large step", "a", fail, warmup=warmup)
+    assert len(tries) == 1 and cache.refusals == {}
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.endswith(
+        f"a large step runs without a CUDA graph, which is slower: no memory in the {where}"
+    )
+    assert cache.prepare("a large step", "b", lambda: "out")
+    cache.clear()
+    assert cache.prepare("a large step", "a", lambda: "out") and cache.replay("a") == "out"
 
 
 def test_dropped_keys_are_counted_as_recaptures(cache):

@@ -24,6 +24,7 @@ costs more than it saves (8B: 8,529 tokens a second with 512, 9,064 with 8,192).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,10 @@ _LARGE_DECODING = 256
 # 0.05 ms of an H200, are worth a graph; so many where the device would wait for launches.
 _PADDING_FLOPS = 3e10
 _LARGE_PADDING_FLOPS = 1e11
+# A capture takes the host as long as launching a step op by op some eight times does (at 28 layers
+# 70 ms), and all requests wait meanwhile: a size is captured once it has been met so often.
+_MEETINGS = 4
+_KIND = "a prefill"
 # Logits of scored tokens stay in the graphs' pool: 256 tokens at 128k words in bfloat16.
 _SCORED_BYTES = 64 << 20
 
@@ -127,7 +132,7 @@ class _Static(NamedTuple):
 class PromptGraphs:
     """Runs a step in the next larger bucket of chunk tokens and of decoding rows.
 
-    A bucket is captured when it is met for the second time: a shape that comes once is not worth
+    A bucket is captured when it is met for the fourth time: a shape that comes seldom is not worth
     a capture, and runs in a larger one that is there. Padding tokens belong to no row and are
     written nowhere; what is computed for them stays in their own rows of the activations.
     """
@@ -147,17 +152,17 @@ class PromptGraphs:
         self._max_large_padding = _LARGE_PADDING_FLOPS / flops
         self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
         self._static: dict[_Size, _Static] = {}
-        self._met: set[_Size] = set()
-        self._refused: set[Hashable] = set()
+        self._met: Counter[_Size] = Counter()
 
     def run(self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None) -> bool:
         """Run a step; False where it has no graph: then nothing was done."""
         sizes = self._sizes(inputs, score)
         size = next(sizes, None)
         tail = None if end is None else end.tail
-        if size is not None and size not in self._met:
-            self._met.add(size)
-            size = next((n for n in sizes if self._key(n, tail) in self._graphs), None)
+        if size is not None:
+            self._met[size] += 1
+            if self._met[size] < _MEETINGS:
+                size = next((n for n in sizes if self._key(n, tail) in self._graphs), None)
         if size is None:
             return False
         key = self._key(size, tail)
@@ -183,19 +188,18 @@ class PromptGraphs:
         self, key: Hashable, inputs: StepInputs, size: _Size, tail: Tail | None
     ) -> _Static | None:
         """Return what the graph of a key reads, None where there is no graph."""
-        if key in self._refused:
+        if not self._graphs.may_capture(_KIND, key):
             return None
-        try:
-            static = self._static.get(size)
-            if static is None:
-                num_tables, has_spans = len(inputs.slot_mappings), inputs.spans is not None
+        static = self._static.get(size)
+        if static is None:
+            num_tables, has_spans = len(inputs.slot_mappings), inputs.spans is not None
+            try:
                 static = _make_static(size, num_tables, self._state.device, has_spans)
-                self._static[size] = static
-            return static if self._prepare(key, static, size, tail) else None
-        except torch.OutOfMemoryError:
-            # The step itself may run, op by op; trying again in each step would cost more.
-            self._refused.add(key)
-            return None
+            except torch.OutOfMemoryError as error:
+                self._graphs.refuse(_KIND, key, error)
+                return None
+            self._static[size] = static
+        return static if self._prepare(key, static, size, tail) else None
 
     def _prepare(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
         if key in self._graphs:
@@ -218,7 +222,7 @@ class PromptGraphs:
         static.inputs.slots.fill_(-1)
         for mapping in static.inputs.slot_mappings:
             mapping.fill_(-1)
-        return self._graphs.prepare("a prefill", key, whole_step, warmup=whole_step)
+        return self._graphs.prepare(_KIND, key, whole_step, warmup=whole_step)
 
     def _sizes(self, inputs: StepInputs, score: Score | None) -> Iterator[_Size]:
         """Yield what has room for a step, ascending, as long as a graph is worth the padding."""

@@ -21,7 +21,6 @@ from torch_paged.engine.sampler import Sampler
 from torch_paged.engine.scores import scored_words
 from torch_paged.graphs.buckets import pick_bucket, split_batch
 from torch_paged.graphs.capture import GraphCache
-from torch_paged.log import warn_once
 from torch_paged.ops.paged_attention.config import ALIKE_TOKENS, cares_for_lengths, rows_alike
 
 
@@ -158,7 +157,6 @@ class CapturedRunner:
         self._extend = CapturedExtension(step, state, graphs)
         self._loaded: dict[int, tuple[int, ...]] = {}
         self._exact: dict[int, tuple[tuple[int, ...], Tensor]] = {}
-        self._refused: set[Hashable] = set()
         # Buckets that are two graphs: rows of like length have another attention.
         self._two_graphs = {
             size
@@ -264,20 +262,11 @@ class CapturedRunner:
         """Have the graph of a step over the static slots of a bucket, if it can be had."""
         if key in self._graphs:
             return True
-        if kind in self._graphs.refusals or key in self._refused:
+        if not self._graphs.may_capture(kind, key):
             return False
         # Padding rows write nothing, so the warm-up of a step over them is harmless.
         self._unload(bucket)
-        try:
-            return self._graphs.prepare(kind, key, step, warmup=step)
-        except torch.OutOfMemoryError as error:
-            # The step itself may run, op by op; trying again in each step would cost more.
-            self._refused.add(key)
-            reason = str(error).partition("\n")[0]
-            warn_once(
-                f"{kind} of {bucket} rows runs without a CUDA graph, which is slower: {reason}"
-            )
-            return False
+        return self._graphs.prepare(kind, key, step, warmup=step)
 
     def _sample(self, logits: Tensor, rows: Rows, sampler: Sampler) -> None:
         """Sample and advance the live rows in a graph that reads the static logits."""

@@ -53,6 +53,7 @@ class GraphCache(Generic[Outputs]):
         self.capture_seconds = 0.0
         self._graphs: OrderedDict[Hashable, CapturedGraph[Outputs]] = OrderedDict()
         self._known: set[int] = set()  # hashes of the keys captured so far
+        self._too_large: set[Hashable] = set()  # keys for whose graph there was no memory
         self.refusals: dict[str, str] = {}
 
     @property
@@ -152,13 +153,15 @@ class GraphCache(Generic[Outputs]):
 
         A model may do in its step what no graph can hold, such as reading its own data on the
         host. The first capture that fails so is the last of its kind, and `refusals` says why.
+        Where memory is lacking the work itself may still run, op by op: `key` is not tried again,
+        which would cost more, until all graphs have been cleared.
 
         Raises:
-            BaseException: what `warmup` raised; torch.OutOfMemoryError of the capture.
+            BaseException: what `warmup` raised, but for a lack of memory.
         """
         if key in self._graphs:
             return True
-        if kind in self.refusals:
+        if not self.may_capture(kind, key):
             return False
         is_warm = False
 
@@ -170,16 +173,25 @@ class GraphCache(Generic[Outputs]):
 
         try:
             self.capture(key, fn, warmup=warm_up)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            if not is_warm:
+            if not (is_warm or isinstance(error, torch.OutOfMemoryError)):
                 raise
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            self.refusals[kind] = reason
-            warn_once(f"{kind} runs without a CUDA graph, which is slower: {reason}")
+            self.refuse(kind, key, error)
             return False
         return True
+
+    def may_capture(self, kind: str, key: Hashable) -> bool:
+        """Say whether `prepare` would try to capture `key`, rather than return False."""
+        return kind not in self.refusals and key not in self._too_large
+
+    def refuse(self, kind: str, key: Hashable, error: RuntimeError) -> None:
+        """Note that a capture failed: for lack of memory that of `key`, else all of its kind."""
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, torch.OutOfMemoryError):
+            self._too_large.add(key)
+        else:
+            self.refusals[kind] = reason
+        warn_once(f"{kind} runs without a CUDA graph, which is slower: {reason}")
 
     def drop(self, predicate: Callable[[Hashable], bool] | None = None) -> int:
         """Destroy the graphs whose key satisfies `predicate` (None: all); return how many.
@@ -194,6 +206,7 @@ class GraphCache(Generic[Outputs]):
     def clear(self) -> None:
         """Destroy all graphs and give the memory back to the device."""
         with CAPTURE_LOCK:
+            self._too_large.clear()
             if self.drop():
                 self.pool.trim()
 
