@@ -174,6 +174,22 @@ def test_cancelled_swapped_request_gives_its_host_blocks_back() -> None:
     assert engine.requests["a"].output_ids == engine.expected(engine.requests["a"])
 
 
+def test_blocks_that_others_keep_are_not_brought_in_a_second_time() -> None:
+    host = HostBlocks(20)
+    engine = make_engine(8, reserve=0, swap_space=host, prefix_caching=True)
+    for name in "ab":
+        engine.add(Request(name, prompt(13) + [ord(name)], 14))
+    outs, ins = [], []
+    while not engine.scheduler.is_idle:
+        step = engine.step()
+        outs += [len(copy.host_blocks) for copy in step.swap_outs]
+        ins += [len(copy.host_blocks) for copy in step.swap_ins]
+    # Three full blocks of the prompt are those of "a".
+    assert len(outs) == len(ins) == 1 and 0 < ins[0] <= outs[0] - 3
+    assert len(host.free) == 20
+    assert_all_as_alone(engine)
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 8], ids=["recomputed", "swapped"])
 def test_request_preempted_while_it_prefills_keeps_what_was_swapped(num_host_blocks: int) -> None:
     host = HostBlocks(num_host_blocks)

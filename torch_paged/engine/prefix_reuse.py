@@ -56,6 +56,21 @@ class PrefixReuse:
             self._allocator.fork(held.ids)
         return count * self._block_size
 
+    def reacquire(self, request: Request) -> frozenset[int]:
+        """Give a request that was swapped out the full blocks still held for it; return these.
+
+        In each kind they are the first from where it began.
+        """
+        if self._cache is None:
+            return frozenset()
+        keys = self._keys(request, request.num_computed_tokens // self._block_size)
+        for held in request.blocks:
+            wanted = _table_keys(held.kind, keys[held.first :])
+            tables = [self._cache.lookup(own) for own in wanted]
+            held.ids = [block for column in zip(*tables, strict=False) for block in column]
+            self._allocator.fork(held.ids)
+        return frozenset(request.block_ids)
+
     def register(self, request: Request, num_computed_tokens: int, *, since: int = 0) -> None:
         """Let others find the blocks that the tokens up to `num_computed_tokens` have filled.
 

@@ -328,6 +328,7 @@ class Scheduler:
         """Settle the first in line: it runs, or ends because it never can. False: it waits."""
         swapped = bool(request.host_block_ids)
         found = 0 if swapped else self._prefixes.acquire(request)
+        shared = self._prefixes.reacquire(request) if swapped else frozenset()
         needed = self._blocks.num_first(request)
         if not self._blocks.admit(request, keep=self._reserve * self.num_running):
             self._blocks.close(request)
@@ -341,8 +342,9 @@ class Scheduler:
         request.slot = self._slots.take()
         self.num_running += 1
         if swapped:
-            copy = self._swaps.bring_in(request, self._blocks.filled(request))
-            self._draft.swap_ins.append(copy)
+            copy = self._swaps.bring_in(request, self._blocks.filled(request), shared)
+            if copy is not None:
+                self._draft.swap_ins.append(copy)
         else:
             request.num_computed_tokens = found
         request.num_cached_tokens = request.num_computed_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 from torch_paged.engine.request import Request
@@ -44,11 +44,22 @@ class Swaps:
         request.host_block_ids = tuple(host_blocks)
         return SwapCopy(request, device_blocks, request.host_block_ids)
 
-    def bring_in(self, request: Request, device_blocks: tuple[int, ...]) -> SwapCopy:
-        """Return the copy that makes a request's KV readable again."""
-        copy = SwapCopy(request, device_blocks, request.host_block_ids)
+    def bring_in(
+        self, request: Request, device_blocks: tuple[int, ...], shared: Container[int] = ()
+    ) -> SwapCopy | None:
+        """Return the copy that makes a request's KV readable again, None if `shared` has it all.
+
+        Args:
+            device_blocks: in the order in which they were sent out.
+            shared: those that were found and hold it already.
+        """
+        pairs = zip(device_blocks, request.host_block_ids, strict=True)
+        missing = [pair for pair in pairs if pair[0] not in shared]
         self.drop(request)
-        return copy
+        if not missing:
+            return None
+        blocks, hosts = zip(*missing, strict=True)
+        return SwapCopy(request, blocks, hosts)
 
     def drop(self, request: Request) -> None:
         """Give host blocks back, if the request has any."""
