@@ -105,6 +105,9 @@ def test_stats_print_their_numbers_in_80_columns() -> None:
         kv_blocks_total=100,
         kv_blocks_used=20,
         kv_bytes=3 << 30,
+        preemptions=1_002,
+        swaps=1_001,
+        host_bytes=4 << 30,
         graphs=5,
         graph_bytes=1 << 20,
         capture_seconds=1.234,
@@ -115,6 +118,7 @@ def test_stats_print_their_numbers_in_80_columns() -> None:
     for part in (
         "1,234,567 tokens in 1,000 steps, 0.531 ms a step",
         "20 of 100 blocks used, 3.0 GiB",
+        "preempted   1,002 times, 1,001 swapped to 4.0 GiB of host memory",
         "5 held, 1.0 MiB, captured in 1.23 s, 2 captured again",
         "fallbacks   3x num_beams=4 asks for beam search\n            1x word",
     ):

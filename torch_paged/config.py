@@ -19,6 +19,8 @@ _MAX_LAG = 64
 # Each sequence has a row in the tensors of the state, of some 10 KB and its block table.
 _MAX_NUM_SEQS = 1 << 16
 MAX_MODEL_LEN = 1 << 24
+# A larger number was meant in another unit.
+_MAX_OFFLOAD_GIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,9 @@ class Config:
             `gpu_memory_utilization` as the only limit.
         gpu_memory_utilization: the KV cache stops growing when this fraction of the GPU's memory
             is in use, by anyone. Without a GPU it has no effect.
+        cpu_offload_space: GiB of host memory for the keys and values of requests that an `Engine`
+            preempts, taken as needed, pinned beside a GPU; less where the machine has not as much.
+            0: they are computed again. Requests of models that keep a state always are.
         batch_buckets: batch sizes for which a step is captured, increasing, e.g. ``(1, 2, 4, 8)``;
             a batch runs in the next larger one. None: a built-in ladder up to `max_num_seqs`.
         cuda_graphs: replay decode steps as CUDA graphs; off, the same steps are launched one
@@ -61,6 +66,7 @@ class Config:
     max_model_len: int | None = None
     kv_cache_memory: int | float | None = None
     gpu_memory_utilization: float = 0.9
+    cpu_offload_space: float = 0.0
     batch_buckets: Sequence[int] | None = None
     cuda_graphs: bool = True
     enable_prefix_caching: bool = True
@@ -88,6 +94,7 @@ class Config:
             "gpu_memory_utilization",
             _fraction("gpu_memory_utilization", self.gpu_memory_utilization, "e.g. 0.9"),
         )
+        self._set("cpu_offload_space", _offload_space(self.cpu_offload_space))
         self._set("kv_cache_memory", _cache_limit(self.kv_cache_memory))
         self._set("batch_buckets", _buckets(self.batch_buckets, self.max_num_seqs))
         # A torch.dtype prints as "torch.float16"; taken by its text, so that torch stays out.
@@ -95,6 +102,11 @@ class Config:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, _CACHE_DTYPES)
         _check_choice("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
         _check_choice("logprobs_mode", self.logprobs_mode, _LOGPROBS_MODES)
+
+    @property
+    def host_bytes(self) -> int:
+        """`cpu_offload_space` in bytes."""
+        return int(self.cpu_offload_space * (1 << 30))
 
     def replace(self, **overrides: object) -> Config:
         """Return a copy with some fields changed, checked anew.
@@ -206,6 +218,16 @@ def _fraction(name: str, value: object, remedy: str) -> float:
         raise _type_error(name, "a fraction in (0, 1]", value, remedy)
     if not 0.0 < value <= 1.0:
         raise _value_error(name, "a fraction in (0, 1]", value, remedy)
+    return float(value)
+
+
+def _offload_space(value: object) -> float:
+    remedy = "write 4.0 for 4 GiB, 0 to have preempted requests computed again"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _type_error("cpu_offload_space", "a number of GiB", value, remedy)
+    if not 0.0 <= value <= _MAX_OFFLOAD_GIB:
+        expected = f"a number of GiB, at least 0 and at most {_MAX_OFFLOAD_GIB}"
+        raise _value_error("cpu_offload_space", expected, value, remedy)
     return float(value)
 
 

@@ -93,6 +93,9 @@ class Stats:
         kv_blocks_used: blocks that sequences hold now.
         kv_blocks_leased: blocks that only returned caches hold; they are taken back as needed.
         kv_bytes: memory of the pool, also where torch's own counters do not see it.
+        preemptions: how often a request of an `Engine` was sent back in line for lack of blocks.
+        swaps: of these, how often its blocks were copied to the host, not computed again.
+        host_bytes: host memory held for such blocks.
         graphs: CUDA graphs held.
         graph_bytes: memory of the graphs' shared pool.
         capture_seconds: time spent on capturing.
@@ -109,6 +112,9 @@ class Stats:
     kv_blocks_used: int = 0
     kv_blocks_leased: int = 0
     kv_bytes: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    host_bytes: int = 0
     graphs: int = 0
     graph_bytes: int = 0
     capture_seconds: float = 0.0
@@ -126,6 +132,9 @@ class Stats:
             "kv cache",
             [f"{used:,} of {total:,} blocks used{leased}, {format_bytes(self.kv_bytes)}"],
         )
+        if self.preemptions:
+            swaps = f"{self.swaps:,} swapped to {format_bytes(self.host_bytes)} of host memory"
+            lines += _labelled("preempted", [f"{self.preemptions:,} times, {swaps}"])
         lines += _labelled(
             "graphs",
             [

@@ -101,6 +101,8 @@ def expected_of(request: dict[str, Any]) -> list[int]:
             "max_num_seqs": st.integers(1, 6),
             "max_num_batched_tokens": st.sampled_from([1, 5, 17, 64]),
             "enable_prefix_caching": st.booleans(),
+            # None, of 5 blocks, of all that are needed.
+            "cpu_offload_space": st.sampled_from([0.0, 1e-5, 1e-3]),
         }
     ),
     num_blocks=st.integers(8, 14),
@@ -134,7 +136,9 @@ def test_any_trace_gives_what_generate_gives(
             engine.check_integrity()
             step += 1
         assert_all_free(engine)
-        assert core_of(engine).num_blocks <= num_blocks
+        core = core_of(engine)
+        assert core.num_blocks <= num_blocks
+        assert not core.is_prepared or core.host_blocks.num_used == 0
     assert sorted(last) == list(range(len(trace)))
     for i, request in enumerate(trace):
         tokens, expected = list(last[i].token_ids), expected_of(request)

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV3Config
 
+import torch_paged
 from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.step import DecoderStep
 
@@ -61,17 +62,28 @@ def answers_of(name: str) -> Answers:
     return Answers(model_of(name))
 
 
-@pytest.mark.parametrize("num_blocks", [POOL, None], ids=["tight", "roomy"])
+@pytest.mark.parametrize(
+    ("num_blocks", "space"),
+    [(POOL, 0.0), (POOL, 1e-3), (None, 0.0)],
+    ids=["tight", "swapped", "roomy"],
+)
 @pytest.mark.parametrize("name", ["v2", "v3"])
-def test_requests_answer_as_alone(name: str, num_blocks: int | None) -> None:
+def test_requests_answer_as_alone(name: str, num_blocks: int | None, space: float) -> None:
     answers = answers_of(name)
     # Chunks of prompts share their forwards with rows that decode.
-    engine = make_engine(model_of(name), num_blocks=num_blocks, max_num_batched_tokens=24)
+    engine = make_engine(
+        model_of(name),
+        num_blocks=num_blocks,
+        max_num_batched_tokens=24,
+        cpu_offload_space=space,
+    )
     with engine:
         for n in LENGTHS:
             engine.add_request(ids_of(n, n + 50), max_new_tokens=NEW, request_id=n)
         outputs = run_checked(engine)
         assert engine.num_preemptions > 0 if num_blocks else engine.num_preemptions == 0
+        stats = torch_paged.stats(engine._target)
+        assert stats.swaps == (stats.preemptions if space else 0)
         assert_all_free(engine)
     for n in LENGTHS:
         assert list(outputs[n].token_ids) == answers(ids_of(n, n + 50), NEW)

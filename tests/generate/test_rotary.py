@@ -226,8 +226,9 @@ def test_an_engine_serves_each_request_as_if_alone(kind, device, accelerate) -> 
         assert list(engine.run()[name].token_ids) == tokens.tolist()
 
 
+@pytest.mark.parametrize("space", [0.0, 0.1], ids=["computed again", "swapped"])
 @pytest.mark.parametrize("kind", CHANGING)
-def test_a_preempted_request_is_computed_again_as_it_was(kind, device) -> None:
+def test_a_preempted_request_goes_on_as_it_was(kind, space, device) -> None:
     parameters = dict(KINDS[kind])
     for name in ("short_factor", "long_factor"):
         if name in parameters:
@@ -238,12 +239,13 @@ def test_a_preempted_request_is_computed_again_as_it_was(kind, device) -> None:
     expected = [greedy(copy.deepcopy(model), ids, num_tokens=60)[0, -60:] for ids in prompts]
     # 10 blocks, too few for all four to their ends.
     options = {"kv_cache_memory": 1 << 20, "max_num_seqs": 4, "max_model_len": 256}
-    with torch_paged.Engine(model, **options) as engine:
+    with torch_paged.Engine(model, cpu_offload_space=space, **options) as engine:
         names = [engine.add_request(ids[0].tolist(), max_new_tokens=60) for ids in prompts]
         found = engine.run()
         for name, tokens in zip(names, expected, strict=True):
             assert list(found[name].token_ids) == tokens.tolist()
         assert engine.num_preemptions > 0
+        assert (torch_paged.stats(model).swaps > 0) == (space > 0)
 
 
 PHI3 = {"max_position_embeddings": 512, "original_max_position_embeddings": LIMIT}

@@ -11,6 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_paged
+from torch_paged.engine import host_blocks
+from torch_paged.engine.host_swap import HostSwap
 
 VOCAB = 4099
 
@@ -225,6 +227,42 @@ def test_preemption_and_generate_in_between(model: Any, reference: Any) -> None:
         assert engine.num_preemptions > 0
         for n in LENGTHS[:-1]:
             assert outputs[n].token_ids == alone(reference, ids_of(n, n), 120), n
+
+
+def test_preempted_rows_wait_in_pinned_memory_and_no_copy_is_waited_for(
+    model: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_blocks, swapped = HostSwap.copy, []
+
+    def without_syncs(swap: HostSwap, scheduled: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            copy_blocks(swap, scheduled)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        swapped.extend(len(c.host_blocks) for c in scheduled.swap_ins)
+        assert all(piece.is_pinned() for piece in swap._blocks._pieces)
+
+    monkeypatch.setattr(HostSwap, "copy", without_syncs)
+    # Too few blocks, as above, and more than one batch of copies for each row.
+    monkeypatch.setattr(host_blocks, "_PIECE_BYTES", 1 << 18)
+    with torch_paged.Engine(
+        model,
+        on_unsupported="raise",
+        max_num_seqs=6,
+        kv_cache_memory=2 << 20,
+        cpu_offload_space=0.25,
+        enable_prefix_caching=False,
+    ) as engine:
+        for n in LENGTHS[:-1]:
+            engine.add_request(ids_of(n, n), max_new_tokens=120, request_id=n)
+        outputs = engine.run()
+        for n in LENGTHS[:-1]:
+            assert outputs[n].token_ids == alone(reference, ids_of(n, n), 120), n
+        stats = torch_paged.stats(model)
+        assert stats.swaps == stats.preemptions > 0 and sum(swapped) > 0 and stats.graphs > 0
+        torch_paged.release(model)
+        assert stats.host_bytes > 0 == torch_paged.stats(model).host_bytes
 
 
 def test_stale_prefixes_are_noticed(model: Any) -> None:

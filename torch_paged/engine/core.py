@@ -17,6 +17,7 @@ from torch_paged.cache.prefix import PrefixCache
 from torch_paged.config import Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
+from torch_paged.engine.host_blocks import HostBlocks
 from torch_paged.engine.host_memory import available_bytes
 from torch_paged.engine.leases import Leases
 from torch_paged.engine.protocols import StepModel
@@ -51,6 +52,8 @@ class Counters:
     steps: int = 0
     launches: int = 0  # of an engine, steps without decoding rows among them
     seconds: float = 0.0
+    preemptions: int = 0
+    swaps: int = 0  # of these, copied to the host
 
 
 Resource = TypeVar("Resource")
@@ -99,6 +102,7 @@ class EngineCore:
         self._allocator: BlockAllocator | None = None
         self._prefixes: PrefixCache | None = None
         self._sampling: SamplingState | None = None
+        self._host_blocks: HostBlocks | None = None
         self._slots = SlotPool(0)
         self._moves_in_a_row = 0
         # Called before anything else happens: by now nobody listens to what they clean up.
@@ -132,6 +136,18 @@ class EngineCore:
     def has_prefixes(self) -> bool:
         """Whether a block could be found by its prefix."""
         return self._prefixes is not None and len(self._prefixes) > 0
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """Host memory for blocks; none is taken before somebody takes a block."""
+        if self._host_blocks is None:
+            self._host_blocks = HostBlocks(self.pool)
+        return self._host_blocks
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory held for blocks."""
+        return 0 if self._host_blocks is None else self._host_blocks.nbytes
 
     @property
     def sampling(self) -> SamplingState:
@@ -293,7 +309,7 @@ class EngineCore:
         return EagerRunner(self.step, self.state)
 
     def release(self) -> None:
-        """Give back the KV pool, the graphs and the slot state.
+        """Give back the KV pool, host memory for its blocks, the graphs and the slot state.
 
         Raises:
             OutOfMemory: there is no memory to copy out leased blocks; nothing was given back.
@@ -305,6 +321,9 @@ class EngineCore:
             self._pool.release()
         self._pool = self._allocator = self._state = None
         self._prefixes = self._sampling = None
+        if self._host_blocks is not None:
+            self._host_blocks.release()
+        self._host_blocks = None
         self._slots = SlotPool(0)
         self._runner = None
         self._bound = _UNBOUND

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.config import MAX_MODEL_LEN
 from torch_paged.engine.core import EngineCore
+from torch_paged.engine.host_swap import HostSwap
 from torch_paged.engine.job import Batch, Job, Row, StepRecord
 from torch_paged.engine.launch import StepLauncher
 from torch_paged.engine.ledger import Ledger, job_of
@@ -34,6 +35,10 @@ class ServingEngine:
     A step is scheduled and launched without knowing the tokens of the `Config.lag` steps before.
     What the host does for it does not grow with the batch.
 
+    Args:
+        host_bytes: most host memory that the core may hold for preempted requests; None: what the
+            configuration says.
+
     Attributes:
         mixes: rows that decode share a forward with the chunks of their step; see
             `engine.prompt_graphs` for what that saves.
@@ -41,7 +46,7 @@ class ServingEngine:
 
     mixes = True
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, host_bytes: int | None = None) -> None:
         asked, limit = core.config.max_model_len, core.step.max_positions
         if limit and asked is not None and asked > limit:
             raise ValueError(
@@ -50,6 +55,7 @@ class ServingEngine:
             )
         self._core = core
         self._config = core.config
+        self._host_bytes = core.config.host_bytes if host_bytes is None else host_bytes
         self._ledger = Ledger(self._end_request)
         self._guard = PrefixGuard(core)
         self._num_steps = 0
@@ -60,6 +66,7 @@ class ServingEngine:
         # Made when they are needed, and again when the core has lost its memory.
         self._scheduler: Scheduler | None = None
         self._launcher: StepLauncher | None = None
+        self._swap: HostSwap | None = None
         self._allocator: BlockAllocator | None = None
 
     @property
@@ -171,6 +178,7 @@ class ServingEngine:
             if self._num_steps % _STEPS_AHEAD == 0:
                 self._grow_ahead(scheduler)
             scheduled = scheduler.schedule()
+            self._swap_blocks(scheduled)
             step, self._num_steps = self._num_steps, self._num_steps + 1
             self._note_ends(scheduled.finished)
             self._ledger.stop_rows(scheduled.preempted, step)
@@ -276,7 +284,7 @@ class ServingEngine:
             if scheduler is not None and self._owns_blocks():
                 scheduler.finish(job.request.request_id, "error")
             job.request = _fresh(job.request)
-        self._scheduler = self._launcher = self._allocator = None
+        self._scheduler = self._launcher = self._swap = self._allocator = None
         return jobs
 
     def _enter(self, job: Job) -> None:
@@ -289,6 +297,9 @@ class ServingEngine:
     def _make_scheduler(self) -> Scheduler:
         core, config = self._core, self._config
         self._allocator = core.allocator
+        # A state is not in the blocks: such requests are computed again.
+        if self._host_bytes and not core.step.keeps_state:
+            self._swap = HostSwap(core, self._host_bytes)
         return Scheduler(
             core.allocator,
             block_size=config.block_size,
@@ -301,6 +312,7 @@ class ServingEngine:
             enable_prefix_caching=not core.step.keeps_state,
             prefix_cache=core.prefixes,
             cuts_prompts=not core.step.keeps_state,
+            swap_space=self._swap,
             make_room=core.make_room,
             slots=core.slots,
             learn=self._ledger.learn,
@@ -313,6 +325,15 @@ class ServingEngine:
         columns = scheduler.num_running * -(-_STEPS_AHEAD // self._config.block_size)
         if columns * core.layout.num_tables <= core.allocator.num_free // 2:
             core.state.write_blocks(scheduler.ensure_decode_blocks(_STEPS_AHEAD))
+
+    def _swap_blocks(self, scheduled: ScheduledStep) -> None:
+        """Copy blocks to the host and back, before a callback can use what they leave behind."""
+        counters = self._core.counters
+        counters.preemptions += len(scheduled.preempted)
+        counters.swaps += len(scheduled.swap_outs)
+        if scheduled.swap_outs or scheduled.swap_ins:
+            assert self._swap is not None
+            self._swap.copy(scheduled)
 
     def _note_ends(self, requests: Sequence[Request]) -> None:
         for request in requests:
