@@ -12,6 +12,7 @@ from typing import Any
 from torch_paged.engine.job import OnOutput
 from torch_paged.engine.output import RequestOutput
 from torch_paged.errors import TorchPagedError
+from torch_paged.generate.offload_space import wanted_host_bytes
 from torch_paged.generate.request_params import RememberedMerge
 from torch_paged.generate.service import Service
 from torch_paged.log import logger, warn_once
@@ -41,7 +42,7 @@ class EngineManager(seams.ContinuousBatchingManager):
         self.batch_processor = None
         self.warmed_up = False
         self.is_tp_driver = True
-        self._service = Service(model)
+        self._service = Service(model, wanted_host_bytes(model, continuous_batching_config))
         self._merge = RememberedMerge(seams.override_generation_config)
         self._lock = threading.Lock()
         self._num_named = 0

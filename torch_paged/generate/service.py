@@ -42,13 +42,15 @@ class Service:
 
     Args:
         target: an accelerated model.
+        host_bytes: host memory for preempted requests; None: what the model's `Config` says.
 
     Raises:
         UnsupportedModelError: neither tier fits the model.
     """
 
-    def __init__(self, target: nn.Module) -> None:
+    def __init__(self, target: nn.Module, host_bytes: int | None = None) -> None:
         self.target = target
+        self._host_bytes = host_bytes
         self._closed = self._is_stepping = False
         self._mutex = threading.Lock()  # guards what submit and cancel share with a step
         self._counter = itertools.count()
@@ -362,7 +364,7 @@ class Service:
                 f"{type(self.target).__name__} cannot be served by an engine: {reason}; call "
                 "model.generate() instead"
             )
-        old, self._engine = self._engine, ServingEngine(session.core)
+        old, self._engine = self._engine, ServingEngine(session.core, self._host_bytes)
         self._held[:] = [self._engine]
         for job in [] if old is None else old.abandon():
             self._engine.add(job)
