@@ -141,12 +141,16 @@ class SlotState:
         self.positions[index] = positions.to(torch.int32)
         if leads is not None:
             for state, value in ((self.rotary_leads, leads), (self.rotary_floors, floors)):
-                state[index] = value if isinstance(value, int) else value.to(torch.int32)
+                if isinstance(value, int):
+                    state.index_fill_(0, index, value)
+                else:
+                    state[index] = value.to(torch.int32)
         self.max_new_tokens[index] = packed[1].to(torch.int32)
         self.pad_token[index] = packed[2]
         self.eos_ids[index] = packed[5:].T
         self.num_generated[index] = packed[4].to(torch.int32)
-        self.finished[index] = False
+        # Assigned to an index, a number is copied from the host, which waits for the device.
+        self.finished.index_fill_(0, index, False)
 
     def advance(self, tokens: Tensor, slots: Tensor) -> None:
         """Append `tokens` [num_rows] int64 to the rows of `slots` [num_rows] int32."""
