@@ -136,8 +136,8 @@ class SlotState:
         packed = to_device(
             torch.tensor(ints + list(zip(*eos, strict=True)), device="cpu"), self.device
         )
-        index = packed[3]
-        self.context_lens[index] = packed[0].to(torch.int32)
+        index, narrow = packed[3], packed[:5].to(torch.int32)
+        self.context_lens[index] = narrow[0]
         self.positions[index] = positions.to(torch.int32)
         if leads is not None:
             for state, value in ((self.rotary_leads, leads), (self.rotary_floors, floors)):
@@ -145,10 +145,10 @@ class SlotState:
                     state.index_fill_(0, index, value)
                 else:
                     state[index] = value.to(torch.int32)
-        self.max_new_tokens[index] = packed[1].to(torch.int32)
+        self.max_new_tokens[index] = narrow[1]
         self.pad_token[index] = packed[2]
         self.eos_ids[index] = packed[5:].T
-        self.num_generated[index] = packed[4].to(torch.int32)
+        self.num_generated[index] = narrow[4]
         # Assigned to an index, a number is copied from the host, which waits for the device.
         self.finished.index_fill_(0, index, False)
 

@@ -82,15 +82,16 @@ class SamplingState:
         )
         # One transfer: the floats travel as the integers of their bits.
         packed = to_device(torch.cat([ints, floats.view(torch.int64)]), self._device)
-        slots, top_k, min_new_tokens, seeds = packed[:4]
+        slots, seeds = packed[0], packed[3]
+        _, top_k, min_new_tokens, _ = packed[:4].to(torch.int32)
         temperature, top_p, min_p, penalty = packed[4:].view(torch.float64)
         self.temperature[slots] = temperature
-        self.top_k[slots] = top_k.to(torch.int32)
+        self.top_k[slots] = top_k
         self.top_p[slots] = top_p
         self.min_p[slots] = min_p
         self.seeds[slots] = seeds
         self.repetition_penalty[slots] = penalty
-        self.min_new_tokens[slots] = min_new_tokens.to(torch.int32)
+        self.min_new_tokens[slots] = min_new_tokens
         self._mark(self.seen, slots, [r for r in rows if r.params.repetition_penalty != 1.0])
         suppressing = [
             SamplingStart(row.slot, row.params, row.params.suppressed)
