@@ -40,7 +40,7 @@ THIRD_PARTY = {
     "cache": {"torch", "cuda"},
     "graphs": {"torch"},
     "decoder": {"torch", "numpy"},
-    "engine": {"torch"},
+    "engine": {"torch", "numpy"},
     "patches": {"torch", "transformers", "accelerate", "peft"},
     "generate": {"torch", "transformers", "accelerate", "peft"},
 }

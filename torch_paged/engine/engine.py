@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Hashable, Sequence
 
@@ -10,17 +9,16 @@ from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.config import MAX_MODEL_LEN
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.host_swap import HostSwap
-from torch_paged.engine.job import Batch, Job, Row, StepRecord
+from torch_paged.engine.job import Job
+from torch_paged.engine.job_launch import JobLauncher
 from torch_paged.engine.launch import StepLauncher
 from torch_paged.engine.ledger import Ledger, job_of
 from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.scheduler import Scheduler
-from torch_paged.engine.step import PrefillChunk, ScheduledStep
+from torch_paged.engine.step import ScheduledStep
 from torch_paged.engine.token_log import TokenLog
 from torch_paged.engine.weights import PrefixGuard
-
-logger = logging.getLogger("torch_paged")
 
 # Steps that the log holds: a row's tokens are read from it in pieces of about half of that.
 _LOG_STEPS = 512
@@ -344,87 +342,17 @@ class ServingEngine:
 
     def _launch(self, scheduled: ScheduledStep, step: int) -> bool:
         """Launch a step and say whether there was anything to launch."""
-        launcher, chunks = self._launcher, scheduled.prefills
-        assert launcher is not None
-        launcher.update(scheduled)
-        batch = self._mix(launcher, chunks) if scheduled.num_decoding and chunks else None
-        if batch is not None:
-            rows = self._started(chunks, step)
-        else:
-            if scheduled.num_decoding:
-                batch = self._decode(launcher)
-            rows = self._prefill(launcher, chunks, step)
-        if batch is None and not chunks:
+        assert self._launcher is not None and self._scheduler is not None
+        launcher = JobLauncher(self._launcher, self._ledger, self._scheduler.recompute)
+        record = launcher.launch(scheduled, step, mixes=self.mixes)
+        if record is None:
             return False
-        self._ledger.post(StepRecord(step, batch, rows, launcher.num_tops))
-        counters = self._core.counters
+        self._ledger.post(record)
+        batch, counters = record.batch, self._core.counters
         counters.launches += 1
         counters.steps += batch is not None
-        counters.tokens += (0 if batch is None else len(batch.rows)) + len(rows)
+        counters.tokens += (0 if batch is None else len(batch.rows)) + len(record.started)
         return True
-
-    def _mix(self, launcher: StepLauncher, chunks: Sequence[PrefillChunk]) -> Batch | None:
-        """Launch decoding rows and chunks in one forward; None where they go one by one."""
-        if not (self.mixes and launcher.mixes(chunks)):
-            return None
-        try:
-            return launcher.mixed(chunks)
-        except Exception as error:
-            # Launched apart, it shows whose error it is.
-            logger.debug("a step of rows and chunks together failed: %s", error)
-            return None
-
-    def _decode(self, launcher: StepLauncher) -> Batch | None:
-        """Launch a token of every row; a failure is that of all of them."""
-        try:
-            return launcher.decode()
-        except Exception as error:
-            for row in launcher.rows:
-                if not row.is_done:
-                    self._ledger.fail(row.job, error)
-        return None
-
-    def _prefill(
-        self, launcher: StepLauncher, chunks: Sequence[PrefillChunk], step: int
-    ) -> tuple[Row, ...]:
-        """Launch chunks; return the rows that sample their first token."""
-        if not chunks:
-            return ()
-        try:
-            launcher.prefill(chunks)
-        except Exception as error:
-            chunks = self._prefill_singly(launcher, chunks, error)
-        return self._started(chunks, step)
-
-    def _started(self, chunks: Sequence[PrefillChunk], step: int) -> tuple[Row, ...]:
-        """Return the rows whose first token was sampled behind launched chunks."""
-        return tuple(
-            self._ledger.start(job_of(chunk.request), chunk.request.slot, step)
-            for chunk in chunks
-            if chunk.is_last and chunk.request.slot is not None
-        )
-
-    def _prefill_singly(
-        self, launcher: StepLauncher, chunks: Sequence[PrefillChunk], error: Exception
-    ) -> list[PrefillChunk]:
-        """After a failure, find out whose it is; return the chunks that ran."""
-        assert self._scheduler is not None
-        done: list[PrefillChunk] = []
-        unwritten: set[int] = set()  # blocks that a failed chunk should have written
-        for chunk in chunks:
-            request = chunk.request
-            if unwritten.intersection(request.block_ids):
-                self._scheduler.recompute(request.request_id)
-                continue
-            try:
-                if len(chunks) == 1:
-                    raise error
-                launcher.prefill([chunk])
-                done.append(chunk)
-            except Exception as own:
-                unwritten.update(request.block_ids)
-                self._ledger.fail(job_of(request), own)
-        return done
 
 
 def _fresh(request: Request) -> Request:
