@@ -66,6 +66,11 @@ class Target:
         """Name of the row in reports."""
         return f"{self.kernel}-{self.label}" if self.label else self.kernel
 
+    @property
+    def adds_lanes(self) -> bool:
+        """Say whether its sums go through shared memory, where all lanes write them."""
+        return self.hot and self.kernel.startswith("fused_linear")
+
     def signature(self, arg_names: list[str], capability: int) -> dict[str, str]:
         """Return the Triton type of each argument, ``":16"`` marking divisibility by 16."""
         half = "fp16" if capability < 80 else "bf16"
