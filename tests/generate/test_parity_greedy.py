@@ -43,7 +43,7 @@ def test_ragged_left_padded_batch(family, device, accelerate) -> None:
     model = tiny_family(family, device)
     ids, mask, expected = ragged_reference(family, device)
     accelerate(model)
-    assert torch.equal(greedy(model, ids, 72, attention_mask=mask), expected)
+    assert torch.equal(greedy(model, ids, 40, attention_mask=mask), expected)
     assert_device_loop(model)
 
 
@@ -55,7 +55,7 @@ def test_block_sizes_and_lags(family, block_size, device, accelerate) -> None:
     for lag in LAGS:
         accelerate(model, block_size=block_size, lag=lag)
         got = greedy(model, ids, 40, attention_mask=mask)
-        assert torch.equal(got, expected[:, : 33 + 40]), f"lag {lag}"
+        assert torch.equal(got, expected), f"lag {lag}"
         assert_device_loop(model)
 
 
@@ -65,8 +65,9 @@ def test_other_families_in_other_block_sizes(family, block_size, device, acceler
     model = tiny_family(family, device)
     ids, mask, expected = ragged_reference(family, device)
     accelerate(model, block_size=block_size)
-    got = greedy(model, ids, 40, attention_mask=mask)
-    assert torch.equal(got, expected[:, : 33 + 40])
+    # Each row passes the end of a block of 32.
+    got = greedy(model, ids, 34, attention_mask=mask)
+    assert torch.equal(got, expected[:, : 33 + 34])
 
 
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 31, 32, 33, 48])
