@@ -1,6 +1,7 @@
 """Shared test set-up: kernels run interpreted where no GPU is present."""
 
 import ast
+import gc
 import os
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out the files in which no other version of transformers can matter",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Spare each garbage collection the modules and the tests, millions of objects that stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
