@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from models import BASE, left_pad, prompt
+from models import BASE, Built, left_pad, prompt
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (
@@ -247,11 +249,18 @@ KINDS = {
 def tiny_multimodal(
     name: str, device: torch.device | str = "cpu", seed: int | None = None
 ) -> PreTrainedModel:
-    """Build the tiny float32 eager-attention model of a row of KINDS; all its weights matter."""
-    kind = KINDS[name]
-    seed = kind.seed if seed is None else seed
+    """Return the tiny float32 eager-attention model of a row of KINDS; all its weights matter."""
+    seed = KINDS[name].seed if seed is None else seed
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(kind.config(), attn_implementation="eager")
+    model, generator = _build(name, seed)
+    torch.set_rng_state(generator)
+    return copy.deepcopy(model).to(device)
+
+
+@functools.cache
+def _build(name: str, seed: int) -> Built:
+    config = KINDS[name].config()
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     model = model.float().eval()
     noise = torch.Generator().manual_seed(1000 + seed)
     with torch.no_grad():
@@ -261,7 +270,7 @@ def tiny_multimodal(
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=noise))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.to(device)
+    return Built(model, torch.get_rng_state())
 
 
 class Picture(NamedTuple):
