@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent))
 from simulated_engine import HostBlocks, SimulatedEngine  # noqa: E402
 
 MAX_MODEL_LEN = 40
-TRACE = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TRACE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
