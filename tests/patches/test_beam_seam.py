@@ -7,10 +7,12 @@ import inspect
 import textwrap
 
 import torch
-from transformers import GenerationMixin
 
 from torch_paged.generate.beams import BeamBlocks, RunAsModel
 from torch_paged.patches import seams
+
+# The one of transformers, also where a model is accelerated.
+BEAM_SEARCH = seams.DECODING_SEAMS["_beam_search"].original
 
 
 def uses(function) -> tuple[set[str], bool]:
@@ -26,7 +28,7 @@ def uses(function) -> tuple[set[str], bool]:
 
 
 def test_beam_search_has_the_arguments_that_we_replace() -> None:
-    names = list(inspect.signature(GenerationMixin._beam_search).parameters)
+    names = list(inspect.signature(BEAM_SEARCH).parameters)
     assert names == [
         "self",
         "input_ids",
@@ -39,7 +41,7 @@ def test_beam_search_has_the_arguments_that_we_replace() -> None:
 
 
 def test_beam_search_asks_the_model_for_nothing_that_we_do_not_know() -> None:
-    names, called = uses(GenerationMixin._beam_search)
+    names, called = uses(BEAM_SEARCH)
     ours = {name for name in vars(RunAsModel) if not name.startswith("__")} - {"_output"}
     scoring = {
         "_beam_search_has_unfinished_sequences",
@@ -61,7 +63,7 @@ def test_beam_search_asks_the_model_for_nothing_that_we_do_not_know() -> None:
 
 
 def test_beam_search_asks_the_cache_for_its_reordering_alone() -> None:
-    source = inspect.getsource(GenerationMixin._beam_search)
+    source = inspect.getsource(BEAM_SEARCH)
     assert source.count(".reorder_cache(") == 1
     assert [name for name in vars(BeamBlocks) if not name.startswith("_")] == ["reorder_cache"]
 

@@ -14,7 +14,10 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsP
 from transformers.generation import candidate_generator as candidates
 
 from torch_paged.generate.assisted import SpeculativeBlocks, VerifyingModel, assisted_decoding
-from torch_paged.patches import draft_seams
+from torch_paged.patches import draft_seams, seams
+
+# The one of transformers, also where a model is accelerated.
+ASSISTED_DECODING = seams.DECODING_SEAMS["_assisted_decoding"].original
 
 
 def attributes(function: Any, owner: str) -> set[str]:
@@ -42,12 +45,12 @@ def cache_attributes(function: Any) -> set[str]:
 
 
 def test_assisted_decoding_has_the_arguments_that_we_replace() -> None:
-    theirs = list(inspect.signature(GenerationMixin._assisted_decoding).parameters)
+    theirs = list(inspect.signature(ASSISTED_DECODING).parameters)
     assert theirs == list(inspect.signature(assisted_decoding).parameters)
 
 
 def test_assisted_decoding_asks_the_model_for_nothing_that_we_do_not_know() -> None:
-    names = attributes(GenerationMixin._assisted_decoding, "self")
+    names = attributes(ASSISTED_DECODING, "self")
     ours = {name for name in vars(VerifyingModel) if not name.startswith("__")}
     own = {"config", "device", "_has_unfinished_sequences", "get_compiled_call", "__call__"}
     assert names - ours <= own
@@ -57,7 +60,7 @@ def test_assisted_decoding_asks_the_model_for_nothing_that_we_do_not_know() -> N
 
 def test_assisted_decoding_asks_the_cache_for_nothing_that_we_do_not_know() -> None:
     ours = {name for name in vars(SpeculativeBlocks) if not name.startswith("__")}
-    assert {"crop"} <= cache_attributes(GenerationMixin._assisted_decoding) <= ours
+    assert {"crop"} <= cache_attributes(ASSISTED_DECODING) <= ours
 
 
 def test_generators_call_what_we_replace() -> None:
