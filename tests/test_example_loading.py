@@ -94,6 +94,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     cases = {f"{script} --help": [script, "--help"] for script in SCRIPTS}
     for script, arguments in SCRIPTS.items():
         cases[f"{script} --model"] = [script, *arguments, "--model", "no/such-model"]
+    cases["trl_grpo.py"] = ["trl_grpo.py", "--device", "cpu", "--model", "no/such-model"]
     inputs = {"batch_eval.py --model": '{"prompt": "a"}\n'}
     for name, (text, _) in BAD_INPUTS.items():
         cases[name] = ["batch_eval.py", "in.jsonl", "out.jsonl"]
@@ -110,6 +111,16 @@ def test_a_model_that_is_none_ends_with_one_line(script: str, ran: dict[str, Ran
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith(f"{script}: error: cannot load --model no/such-model: ")
     assert not (result.folder / "out.jsonl").exists()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is not None,
+    reason="TRL is installed, and trains",
+)
+def test_without_trl_the_program_ends_with_one_line(ran: dict[str, Ran]) -> None:
+    result = ran["trl_grpo.py"]
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and "'pip install trl'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -93,15 +93,6 @@ def test_without_trl_one_line_says_what_to_install(
     assert capsys.readouterr().err == error
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("trl") is not None, reason="TRL is installed, and runs below"
-)
-def test_without_trl_the_program_ends_so() -> None:
-    result = run_script("--device", "cpu")
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and "'pip install trl'" in result.stderr
-
-
 def test_a_replaced_forward_is_set_aside_while_generating(script: ModuleType) -> None:
     model = torch_paged.accelerate(tiny_model()).train()
     own = model.forward
