@@ -11,13 +11,15 @@ A row goes into ``targets_<name>.py`` beside this file::
 Arguments that a row does not name are typed by their name: ``*_ptr`` points to the half dtype of
 the device (fp16 on sm_75, bf16 above), ``stride_*`` is an i32 divisible by 16, others are i32.
 ``PDL`` is set by the device. The first row of a kernel compiles for all devices, further ones for
-two of them, to keep the check short. Nothing here imports torch or triton.
+some of them, to keep the check short. Nothing here imports torch or triton.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,9 +29,9 @@ OPS = Path(__file__).parents[2] / "torch_paged" / "ops"
 #: Shared memory that one program may take, in bytes, by compute capability.
 SHARED_LIMITS = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
-#: Devices that every row compiles for: the least shared memory with asynchronous copies, and the
-#: device that the kernels are tuned on. The other devices take the first row of a kernel.
-_EVERY_ROW = (89, 90)
+#: How many rows of a kernel compile for a device, if not one: all for that which the kernels are
+#: tuned on, two for that with the least shared memory that has asynchronous copies.
+_MOST_ROWS = {89: 2, 90: sys.maxsize}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +90,22 @@ class Target:
 
 
 def collect() -> list[Target]:
-    """Return the rows of all ``targets_*.py`` files, each with the devices to compile it for."""
+    """Return the rows of all ``targets_*.py`` files with the devices to compile each for.
+
+    Rows without any are left out.
+    """
     files = sorted(Path(__file__).parent.glob("targets_*.py"))
     rows = [row for file in files for row in importlib.import_module(file.stem).TARGETS]
-    taken: set[tuple[str, int]] = set()
+    taken: Counter[tuple[str, int]] = Counter()
     for index, row in enumerate(rows):
         kept = tuple(
             capability
             for capability in row.capabilities
-            if capability in _EVERY_ROW or (row.kernel, capability) not in taken
+            if taken[row.kernel, capability] < _MOST_ROWS.get(capability, 1)
         )
         taken.update((row.kernel, capability) for capability in kept)
-        rows[index] = replace(row, capabilities=kept or row.capabilities)
-    return rows
+        rows[index] = replace(row, capabilities=kept)
+    return [row for row in rows if row.capabilities]
 
 
 def _modules() -> Iterator[tuple[str, ast.Module]]:

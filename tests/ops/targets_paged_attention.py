@@ -30,12 +30,8 @@ _FLAGS = {
 # Exact float32 products and wide heads are never cut so; of the others, these stand for all.
 _SHORT = ("16x8x128-norm", "32x8x64", "32x8x128", "64x8x64-sinks")
 
-# Configurations in which these rows may spill, and have the tiles of one row that stays and the
-# flags of another.
-_ALIKE = {
-    "many": ("12x12x64-unrotated", "64x64x64-rounded-alibi"),
-    "t4": ("32x8x64", "32x8x128", "12x12x64-unrotated", "32x32x128-alibi"),
-}
+# Of "many" these may spill, and have the tiles of one row that stays and the flags of another.
+_ALIKE = ("12x12x64-unrotated", "64x64x64-rounded-alibi")
 
 
 def _power(n: int) -> int:
@@ -68,7 +64,7 @@ def _decode(
         alike = name == "one_wave"
         if (alike or name in ("short", "several")) and label not in _SHORT:
             continue
-        if label in _ALIKE.get(name, ()):
+        if name == "many" and label in _ALIKE:
             continue
         num_heads, num_kv_heads, head_dim = heads
         group, v = num_heads // num_kv_heads, v_dim or head_dim
