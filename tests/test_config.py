@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,7 +109,8 @@ INVALID = [
     ({"batch_buckets": ()}, ValueError, ["batch_buckets", "batch sizes", "()"]),
     ({"batch_buckets": (2, 2)}, ValueError, ["batch_buckets", "increasing", "(2, 2)"]),
     ({"batch_buckets": (0, 1)}, ValueError, ["batch_buckets", "at least 1", "got 0"]),
-    ({"batch_buckets": (1, 2.5)}, TypeError, ["batch_buckets", "integer", "2.5"]),
+    ({"batch_buckets": (1, 2.5)}, TypeError, ["batch_buckets", "integers", "2.5", "(1, 2, 4, 8)"]),
+    ({"kv_cache_dtype": None}, ValueError, ["kv_cache_dtype", "got None", "'auto'"]),
     (
         {"batch_buckets": (1, 512)},
         ValueError,
@@ -137,6 +140,15 @@ def test_wrong_value_raises_with_the_field_and_the_remedy(
     assert message.startswith(f"Config.{next(iter(fields))} must be ")
     for part in parts:
         assert part in message, message
+
+
+@pytest.mark.parametrize("kind", [Fraction, np.float32, np.float64])
+def test_numbers_of_any_library_are_numbers(kind: Any) -> None:
+    half = kind(1) / kind(2)
+    config = Config(cpu_offload_space=half, gpu_memory_utilization=half, kv_cache_memory=half)
+    for value in (config.cpu_offload_space, config.gpu_memory_utilization, config.kv_cache_memory):
+        assert type(value) is float and value == 0.5
+    assert Config(cpu_offload_space=np.int64(2)).cpu_offload_space == 2.0
 
 
 def test_buckets_become_a_tuple() -> None:

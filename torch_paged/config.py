@@ -8,13 +8,14 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 _BLOCK_SIZES = (8, 16, 32)
 _CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ON_UNSUPPORTED = ("fallback", "raise")
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-_MIN_CACHE_BYTES = 1 << 20
+MIN_CACHE_BYTES = 1 << 20
 _MAX_LAG = 64
 # Each sequence has a row in the tensors of the state, of some 10 KB and its block table.
 _MAX_NUM_SEQS = 1 << 16
@@ -47,8 +48,9 @@ class Config:
         cuda_graphs: replay decode steps as CUDA graphs; off, the same steps are launched one
             kernel at a time. Without a GPU it has no effect.
         enable_prefix_caching: let sequences share the blocks of a common prefix.
-        kv_cache_dtype: "auto" (the model's), "float32", "bfloat16" or "float16"; a torch dtype
-            is taken as well.
+        kv_cache_dtype: "auto" (the model's), or the name of what that must be, "float32",
+            "bfloat16" or "float16"; a torch dtype is taken as well. A model of another dtype is
+            left to Hugging Face.
         seed: seed of an `Engine`'s random numbers; None draws one. `generate()` keeps torch's.
         verify: compare the logits of the fused path with the model's own, once per device and
             dtype, before the first accelerated call.
@@ -98,7 +100,8 @@ class Config:
         self._set("kv_cache_memory", _cache_limit(self.kv_cache_memory))
         self._set("batch_buckets", _buckets(self.batch_buckets, self.max_num_seqs))
         # A torch.dtype prints as "torch.float16"; taken by its text, so that torch stays out.
-        self._set("kv_cache_dtype", str(self.kv_cache_dtype).removeprefix("torch."))
+        if self.kv_cache_dtype is not None:
+            self._set("kv_cache_dtype", str(self.kv_cache_dtype).removeprefix("torch."))
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, _CACHE_DTYPES)
         _check_choice("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
         _check_choice("logprobs_mode", self.logprobs_mode, _LOGPROBS_MODES)
@@ -214,35 +217,37 @@ def _block_size(value: object) -> int:
 
 
 def _fraction(name: str, value: object, remedy: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _type_error(name, "a fraction in (0, 1]", value, remedy)
-    if not 0.0 < value <= 1.0:
+    share = float(value)
+    if not 0.0 < share <= 1.0:
         raise _value_error(name, "a fraction in (0, 1]", value, remedy)
-    return float(value)
+    return share
 
 
 def _offload_space(value: object) -> float:
     remedy = "write 4.0 for 4 GiB, 0 to have preempted requests computed again"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _type_error("cpu_offload_space", "a number of GiB", value, remedy)
-    if not 0.0 <= value <= _MAX_OFFLOAD_GIB:
+    space = float(value)
+    if not 0.0 <= space <= _MAX_OFFLOAD_GIB:
         expected = f"a number of GiB, at least 0 and at most {_MAX_OFFLOAD_GIB}"
         raise _value_error("cpu_offload_space", expected, value, remedy)
-    return float(value)
+    return space
 
 
 def _cache_limit(value: object) -> int | float | None:
     if value is None:
         return None
-    if isinstance(value, float):
+    if isinstance(value, Real) and not isinstance(value, Integral):
         return _fraction("kv_cache_memory", value, "a number of bytes must be an int")
     remedy = "write 1.0 for all of the memory, 4 << 30 for 4 GiB"
     number = _index(value)
     if number is None:
         expected = "bytes as an int, or a fraction as a float"
         raise _type_error("kv_cache_memory", expected, value, remedy)
-    if number < _MIN_CACHE_BYTES:
-        expected = f"at least {_MIN_CACHE_BYTES} bytes as an int, or a fraction as a float"
+    if number < MIN_CACHE_BYTES:
+        expected = f"at least {MIN_CACHE_BYTES} bytes as an int, or a fraction as a float"
         raise _value_error("kv_cache_memory", expected, number, remedy)
     return number
 
@@ -250,13 +255,15 @@ def _cache_limit(value: object) -> int | float | None:
 def _buckets(value: object, max_num_seqs: int) -> tuple[int, ...] | None:
     if value is None:
         return None
-    expected, remedy = "increasing batch sizes", "pass e.g. batch_buckets=(1, 2, 4, 8)"
+    expected, remedy = "increasing integers, batch sizes", "pass e.g. batch_buckets=(1, 2, 4, 8)"
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
         sizes: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:  # a tensor without dimensions is an Iterable, and raises this
         raise _type_error("batch_buckets", expected, value, remedy) from None
+    if any(_index(size) is None for size in sizes):
+        raise _type_error("batch_buckets", expected, value, remedy)
     buckets = tuple(_integer("batch_buckets", size, minimum=1) for size in sizes)
     if not buckets or any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
         raise _value_error("batch_buckets", expected, buckets, remedy)

@@ -90,10 +90,16 @@ def test_no_more_is_taken_than_the_space_has(
 ) -> None:
     pool = pool_of()
     blocks, space = HostBlocks(pool), 7 * pool.block_bytes + 5
-    assert blocks.take(8, space) is None and blocks.nbytes == 0
-    assert blocks.take(5, space) == [0, 1, 2, 3, 4]
     with caplog.at_level(logging.INFO, "torch_paged"):
+        assert blocks.take(8, space) is None and blocks.nbytes == 0
+        assert blocks.take(5, space) == [0, 1, 2, 3, 4]
         assert blocks.take(3, space) is None
+        assert caplog.records[-1].levelno == logging.INFO
+        assert "the 7 blocks of cpu_offload_space are too few" in caplog.records[-1].message
+        assert HostBlocks(pool).take(1, pool.block_bytes - 1) is None
+    assert caplog.records[-1].levelno == logging.WARNING
+    size = pool.block_bytes
+    assert f"cpu_offload_space holds no block, of {size} bytes" in caplog.records[-1].message
     assert blocks.take(2, space) == [5, 6] and blocks.nbytes == 7 * pool.block_bytes
     # Another limit is that of another engine of the core.
     assert blocks.take(1, space + pool.block_bytes) == [7]

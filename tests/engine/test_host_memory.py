@@ -65,6 +65,7 @@ def test_a_fraction_limits_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         # Room for four blocks in a quarter: 64 tokens.
         size = 2 * 2 * 16 * 16 * 4
         monkeypatch.setattr(core_module, "available_bytes", lambda: 4 * (4 * size + 10))
+        monkeypatch.setattr(core_module, "MIN_CACHE_BYTES", size)
         core.release()
         core.prepare(1, 1, 1)
         assert core.pool.block_bytes == size and core.pool.max_num_blocks() == 4
@@ -74,6 +75,13 @@ def test_a_fraction_limits_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outputs["large"].finish_reason == "error"
     assert "raise kv_cache_memory" in (outputs["large"].error or "")
     assert outputs["small"].finish_reason == "length"
+
+
+def test_a_fraction_that_comes_to_nothing_is_refused() -> None:
+    model = copy.deepcopy(small_model())
+    with pytest.raises(ValueError, match=r"=1e-12 comes to \d bytes.*1048576 are needed; pass a"):
+        torch_paged.Engine(model, kv_cache_memory=1e-12)
+    assert not torch_paged.is_accelerated(model)
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

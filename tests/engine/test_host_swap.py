@@ -216,7 +216,28 @@ def test_a_step_that_is_broken_off_lets_swapped_requests_start_again(
         with pytest.raises(KeyboardInterrupt):
             while True:
                 outputs.update({out.request_id: out for out in engine.step() if out.finished})
+        engine.check_integrity()
         setattr(core.step, what, whole)
+        outputs.update(run_checked(engine))
+        assert_answers(outputs, answers)
+        assert_host_is_free(engine)
+
+
+def test_an_interrupt_while_host_blocks_are_taken_is_no_inconsistency(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine_of() as engine, monkeypatch.context() as patch:
+        add_all(engine)
+        patch.setattr(HostBlocks, "take", interrupted)
+        outputs: dict[Any, Any] = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                outputs.update({out.request_id: out for out in engine.step() if out.finished})
+        engine.check_integrity()
+        patch.undo()
         outputs.update(run_checked(engine))
         assert_answers(outputs, answers)
         assert_host_is_free(engine)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import GenerationMixin
 
 import torch_paged
+from torch_paged.errors import TorchPagedError
 
 HOOKS = (
     "_forward_hooks",
@@ -295,3 +296,5 @@ def test_disabled_by_the_environment(model, ids, monkeypatch) -> None:
     assert torch_paged.accelerate(model) is model
     assert not torch_paged.is_accelerated(model)
     assert torch.equal(greedy(model, ids), expected)
+    with pytest.raises(TorchPagedError, match="TORCH_PAGED_DISABLE is set.*unset it"):
+        torch_paged.Engine(model)

@@ -14,7 +14,7 @@ from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.layout import make_layout
 from torch_paged.cache.pool import KVPool, is_lack_of_memory
 from torch_paged.cache.prefix import PrefixCache
-from torch_paged.config import Config
+from torch_paged.config import MIN_CACHE_BYTES, Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
 from torch_paged.engine.host_blocks import HostBlocks
@@ -413,10 +413,10 @@ class EngineCore:
         if isinstance(limit, int):
             return limit
         if self.device.type != "cuda":
-            return None if limit is None else self._host_share(limit)
+            return None if limit is None else _at_least_some(limit, self._host_share(limit))
         free, total = torch.cuda.mem_get_info(self.device)
         if limit is not None:
-            return int(limit * total)
+            return _at_least_some(limit, int(limit * total))
         used = total - free
         return max(int(self.config.gpu_memory_utilization * total) - used, 0)
 
@@ -428,3 +428,17 @@ class EngineCore:
                 "not tell; pass the bytes as an int, e.g. 4 << 30"
             )
         return int(share * available)
+
+
+def _at_least_some(share: float, num_bytes: int) -> int:
+    """Return what a share of the memory comes to.
+
+    Raises:
+        ValueError: that is less than may be asked for in bytes.
+    """
+    if num_bytes < MIN_CACHE_BYTES:
+        raise ValueError(
+            f"kv_cache_memory={share} comes to {num_bytes} bytes of this machine's memory, and at "
+            f"least {MIN_CACHE_BYTES} are needed; pass a larger share, e.g. 0.5"
+        )
+    return num_bytes

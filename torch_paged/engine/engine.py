@@ -215,7 +215,8 @@ class ServingEngine:
 
     def check_integrity(self) -> None:
         """Raise `TorchPagedError` if slots, blocks and counters contradict each other."""
-        if self._scheduler is not None and self._owns_blocks():
+        # Where a step was broken off the next one begins anew, whatever is left of this one.
+        if self._scheduler is not None and not self._is_stale and self._owns_blocks():
             self._scheduler.check_integrity()
             self._core.prefixes.check_integrity()
 

@@ -144,8 +144,12 @@ class HostBlocks:
 
     def _grow(self, num_blocks: int, max_bytes: int) -> bool:
         most = max_bytes // self._block_bytes
+        if most == 0:
+            size = self._block_bytes
+            self._tell(logging.WARNING, f"cpu_offload_space holds no block, of {size} bytes")
+            return False
         if num_blocks > most:
-            self._tell(logging.INFO, f"all {most} blocks of cpu_offload_space are in use")
+            self._tell(logging.INFO, f"the {most} blocks of cpu_offload_space are too few")
             return False
         per_piece = max(_PIECE_BYTES // self._block_bytes, 1)
         while self.num_blocks < num_blocks:

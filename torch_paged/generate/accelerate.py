@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -15,7 +14,13 @@ from torch_paged.errors import UnsupportedModelError
 from torch_paged.generate.batching import drop_cached_manager
 from torch_paged.generate.logprobs import TokenLogprobs
 from torch_paged.generate.methods import DECODING_METHODS
-from torch_paged.generate.registry import add_session, find_session, remove_session, turns_of
+from torch_paged.generate.registry import (
+    add_session,
+    disabled,
+    find_session,
+    remove_session,
+    turns_of,
+)
 from torch_paged.generate.session import Session
 from torch_paged.log import warn_once
 from torch_paged.patches import seams
@@ -99,11 +104,6 @@ def _patches() -> list[tuple[seams.MethodSeam, Callable[..., Any]]]:
 
 
 _FINALIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def disabled() -> bool:
-    """Say whether TORCH_PAGED_DISABLE is set."""
-    return os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0")
 
 
 def restore(model: nn.Module) -> None:

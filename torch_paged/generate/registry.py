@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 _TURNS: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
+
+
+def disabled() -> bool:
+    """Say whether TORCH_PAGED_DISABLE is set."""
+    return os.environ.get("TORCH_PAGED_DISABLE", "") not in ("", "0")
 
 
 def find_session(model: nn.Module) -> Session | None:

@@ -8,7 +8,7 @@ import difflib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,8 +286,8 @@ def _sampling(config: Any) -> tuple[float, int, float, float]:
             "pass e.g. 0.8"
         )
     top_k = count("top_k", config.top_k or 0, 0)
-    top_p = 1.0 if config.top_p is None else fraction("top_p", config.top_p)
-    min_p = 0.0 if config.min_p is None else fraction("min_p", config.min_p)
+    top_p = 1.0 if config.top_p is None else fraction("top_p", config.top_p, 0.9)
+    min_p = 0.0 if config.min_p is None else fraction("min_p", config.min_p, 0.05)
     return temperature, top_k, top_p, min_p
 
 
@@ -302,7 +302,13 @@ def _penalty(value: Any) -> float:
 
 def _suppressed(config: Any, eos: Sequence[int]) -> tuple[int, ...]:
     found = list(token_ids("suppress_tokens", config.suppress_tokens))
-    for words in config.bad_words_ids or ():
+    bad_words = config.bad_words_ids or ()
+    if not isinstance(bad_words, Iterable) or not all(isinstance(w, Sized) for w in bad_words):
+        raise TypeError(
+            f"bad_words_ids must be a list of lists of token ids, got {bad_words!r}; pass e.g. "
+            "bad_words_ids=[[2]]"
+        )
+    for words in bad_words:
         if len(words) != 1:
             raise UnsupportedFeatureError(
                 f"an engine forbids single tokens only, got bad_words_ids with {words}; leave it "

@@ -23,7 +23,7 @@ from torch_paged.engine.request import FinishReason
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.images import refuse_images
 from torch_paged.generate.jobs import make_jobs
-from torch_paged.generate.registry import find_session
+from torch_paged.generate.registry import disabled, find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
 from torch_paged.generate.stepping import Mailbox, Stepper, on_device
@@ -317,6 +317,11 @@ class Service:
         self._check_open()
         self._check_process()
         session = find_session(self.target)
+        if session is None and disabled():
+            raise TorchPagedError(
+                "an engine needs an accelerated model, and TORCH_PAGED_DISABLE is set, so "
+                "accelerate() does nothing; unset it"
+            )
         if session is None:
             raise TorchPagedError(
                 "the engine's model is not accelerated any more (torch_paged.restore was called); "

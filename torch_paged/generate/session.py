@@ -148,7 +148,8 @@ class Session:
         named = self.config.kv_cache_dtype
         dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
         if not reason and named not in ("auto", dtype):
-            reason = f"kv_cache_dtype={named!r} for a model in {dtype} is not supported"
+            reason = f"kv_cache_dtype={named!r} for a model in {dtype} is not supported; "
+            reason += "leave it at 'auto'"
         return reason
 
     def reread_if_changed(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import Any
 
 # More than any vocabulary has and than any sequence can be long; top_k is held in 32 bits.
@@ -50,32 +50,35 @@ def count(name: str, value: Any, minimum: int | None = None) -> int:
     return min(integer(name, value, minimum), _UNREACHED)
 
 
-def number(name: str, value: Any, example: float) -> float:
-    """Return a number of any library as a float."""
+def number(name: str, value: Any, example: float, what: str = "a number") -> float:
+    """Return a number of any library as a float.
+
+    Raises:
+        TypeError: it is none; a truth value or a text that reads as a number is none either.
+    """
     try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{name} must be a number, got {value!r}; pass e.g. {name}={example}"
+            f"{name} must be {what}, got {value!r}; pass e.g. {name}={example}"
         ) from None
 
 
-def fraction(name: str, value: Any) -> float:
+def fraction(name: str, value: Any, example: float) -> float:
     """Return a number between 0 and 1."""
-    share = number(name, value, 0.9)
+    share = number(name, value, example)
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}; pass e.g. {name}=0.9")
+        raise ValueError(
+            f"{name} must be between 0 and 1, got {value}; pass e.g. {name}={example}"
+        )
     return share
 
 
 def seconds(name: str, value: Any) -> float:
     """Return a time in seconds; an infinite one never comes."""
-    try:
-        time = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must be a number of seconds, got {value!r}; pass e.g. {name}=30.0"
-        ) from None
+    time = number(name, value, 30.0, "a number of seconds")
     if math.isnan(time):
         raise ValueError(f"{name} must be a number of seconds, got nan; pass e.g. {name}=30.0")
     return time
@@ -113,6 +116,8 @@ def prompt_list(prompt_ids: Any, model: Any, name: str = "prompt_ids") -> list[i
             "tokenizer.bos_token_id"
         )
     try:
+        if bool in set(map(type, values)):
+            raise TypeError
         ids = list(map(operator.index, values))
     except TypeError:
         remedy = "pass tokenizer(text).input_ids"
@@ -140,6 +145,8 @@ def _items(prompt_ids: Any, name: str) -> list[Any]:
         raise TypeError(f"{told} None; pass tokenizer(text).input_ids")
     if isinstance(prompt_ids, Mapping):
         raise TypeError(f"{told} a {type(prompt_ids).__name__}; pass its input_ids")
+    if isinstance(prompt_ids, Set):
+        raise TypeError(f"{told} a {type(prompt_ids).__name__}, which has no order; pass a list")
     if hasattr(prompt_ids, "shape") and hasattr(prompt_ids, "tolist"):
         if len(prompt_ids.shape) == 2 and prompt_ids.shape[0] == 1:
             prompt_ids = prompt_ids[0]
