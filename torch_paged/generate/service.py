@@ -138,9 +138,11 @@ class Service:
 
         Raises:
             KeyError: there is no such request, or its end has been reported.
+            TypeError: it can be no request's id, as it has no hash.
             TorchPagedError: this is closed.
         """
         self._check_process()
+        hashable("request_id", request_id)
         with self._mutex:
             self._check_open()
             if request_id not in self._live:
