@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out the files in which no other version of transformers can matter",
     )
+    parser.addoption(
+        "--every-device",
+        action="store_true",
+        help="compile kernels for all devices, not only for that which they are tuned on",
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -29,9 +29,11 @@ OPS = Path(__file__).parents[2] / "torch_paged" / "ops"
 #: Shared memory that one program may take, in bytes, by compute capability.
 SHARED_LIMITS = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
-#: How many rows of a kernel compile for a device, if not one: all for that which the kernels are
-#: tuned on, two for that with the least shared memory that has asynchronous copies.
-_MOST_ROWS = {89: 2, 90: sys.maxsize}
+#: The device that the kernels are tuned on.
+TUNED_FOR = 90
+#: How many rows of a kernel compile for a device, if not one: all for that one, two for that with
+#: the least shared memory that has asynchronous copies.
+_MOST_ROWS = {89: 2, TUNED_FOR: sys.maxsize}
 
 
 @dataclass(frozen=True, slots=True)

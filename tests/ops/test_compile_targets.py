@@ -1,5 +1,8 @@
 """Every kernel compiles for every supported device, within its limits, without a GPU.
 
+For all of them with `pytest --every-device`, as `.ci/run` has it; otherwise for the one that the
+kernels are tuned on.
+
 Spills are read as the stack frame in the machine code: Triton's own count needs a device.
 """
 
@@ -22,6 +25,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from targets import (  # noqa: E402
     SHARED_LIMITS,
+    TUNED_FOR,
     Target,
     collect,
     find_kernels,
@@ -67,13 +71,20 @@ def _compile_some(jobs: deque[str], log: Path) -> list[dict[str, Any]]:
     return results
 
 
-def _compile_rows(rows: set[str], folder: Path) -> list[dict[str, Any]]:
+def _devices(row: Target, config: pytest.Config) -> tuple[int, ...]:
+    """Return the devices that a row is compiled for: one, unless all are asked for."""
+    if config.getoption("every_device"):
+        return row.capabilities
+    return (TUNED_FOR,) if TUNED_FOR in row.capabilities else row.capabilities[:1]
+
+
+def _compile_rows(rows: set[str], config: pytest.Config, folder: Path) -> list[dict[str, Any]]:
     """Compile the rows with these ids in parallel processes and return their results."""
     jobs = deque(
         f"{index} {capability}"
         for index, row in enumerate(ROWS)
         if row.id in rows
-        for capability in row.capabilities
+        for capability in _devices(row, config)
     )
     logs = [folder / f"compile-{number}.log" for number in range(NUM_WORKERS)]
     with ThreadPoolExecutor(NUM_WORKERS) as threads:
@@ -100,7 +111,7 @@ def compiled(
     with (folder / "compiled.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            done.write_text(json.dumps(_compile_rows(selected, folder)))
+            done.write_text(json.dumps(_compile_rows(selected, request.config, folder)))
     return {(r["id"], r["capability"]): r for r in json.loads(done.read_text())}
 
 
@@ -109,8 +120,9 @@ def test_kernel_compiles_within_device_limits(
     target: Target,
     compiled: dict[tuple[str, int], dict[str, Any]],
     record_property: Callable[[str, object], None],
+    pytestconfig: pytest.Config,
 ) -> None:
-    for capability in target.capabilities:
+    for capability in _devices(target, pytestconfig):
         result = compiled[target.id, capability]
         where = f"{target.id} on sm_{capability}"
         assert "error" not in result, f"{where} does not compile:\n{result['error']}"
