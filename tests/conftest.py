@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-device",
         action="store_true",
-        help="compile kernels for all devices, not only for that which they are tuned on",
+        help="compile all forms of the kernels, for all devices, and not the first ones for one",
     )
 
 
