@@ -49,9 +49,7 @@ class Scale:
     max_bucket: int = 256
     prefill_op: int = 2048
     cold_bytes: int = 400 << 20
-    ragged: RaggedSettings = field(
-        default_factory=lambda: RaggedSettings(streams=(32,), repeats=2, response=False)
-    )
+    ragged: RaggedSettings = field(default_factory=lambda: RaggedSettings(busy=True))
     hf_new: int = 16
     hf_repeats: int = 2
     static_new: int = 64
@@ -83,9 +81,7 @@ SMALL = Scale(
     max_bucket=8,
     prefill_op=64,
     cold_bytes=0,
-    ragged=RaggedSettings(
-        requests=8, streams=(2,), max_num_seqs=4, repeats=1, scale=0.02, response=False
-    ),
+    ragged=RaggedSettings(requests=8, streams=(2,), max_num_seqs=4, repeats=1, scale=0.02),
     hf_new=3,
     hf_repeats=1,
     static_new=3,

@@ -40,8 +40,8 @@ from torch_paged.ops.fused_linear.configs import (
     Composed,
     Config,
     GemvConfig,
-    NormOutside,
     device_key,
+    leaves_norm_outside,
     token_bucket,
 )
 from torch_paged.ops.fused_linear.launch import _launch_fused_linear
@@ -172,7 +172,8 @@ def time_chain(
         first: Layer, second: Layer, index: int, x: Tensor, residual: Tensor
     ) -> tuple[Any, Tensor]:
         """Run `first` on x and `second`, which has a norm, on the sum; return output and sum."""
-        if not isinstance(configs[second.name], NormOutside | Composed):
+        chosen = configs[second.name]
+        if not (isinstance(chosen, Composed) or leaves_norm_outside(chosen, x.shape[0])):
             total = step(first, index, x, residual)
             return step(second, index, total), total
         gain, eps = (options[second.name][name] for name in ("norm_weight", "eps"))

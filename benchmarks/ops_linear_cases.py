@@ -139,6 +139,7 @@ def candidates(layer: Layer, num_tokens: int, kinds: Collection[str] = ()) -> li
         found += _one_tile_candidates(layer, num_tokens, streams)
     if 8 < num_tokens <= ALWAYS_KERNEL_ROWS:
         found += _few_rows_wide_candidates(layer, num_tokens, streams)
+    if 8 < num_tokens <= 128:
         found += _ahead_candidates(layer, num_tokens, streams)
     return [c for c in dict.fromkeys(found) if not kinds or c == found[0] or is_one_of(c, kinds)]
 

@@ -14,6 +14,7 @@ from benchmarks.bench import OURS, Bench
 from benchmarks.op_cases import op_case, op_names
 from benchmarks.record import Row
 from benchmarks.runs import fresh_ids, open_run, step_ms
+from benchmarks.timeline import timeline
 from benchmarks.timing import Timing, default_device, graph_ms, summarize
 from torch_paged.engine.sampler import GreedySampler
 from torch_paged.graphs.buckets import default_buckets
@@ -57,8 +58,13 @@ def _decode(bench: Bench, name: str, batch: int) -> list[Row]:
     scale, key = bench.scale, f"decode/{name}/batch {batch}"
     model = bench.checked(name, "decode", bench.batches)
     times = decode.measure(model, batch, scale.new, scale.repeats, scale.prompt, **decode.GREEDY)
-    path = str(torch_paged.explain(model).last_call)
-    return [bench.step_row(key, f"batch {batch}", model, batch, times, extra={"ran_on": path})]
+    extra: dict[str, float | str | None] = {"ran_on": str(torch_paged.explain(model).last_call)}
+    if batch == 1 and bench.device.type == "cuda":
+        ids = fresh_ids(model, batch, scale.prompt)
+        extra["gpu_busy"] = timeline(
+            lambda: decode.generate(model, ids, scale.new, **decode.GREEDY)
+        ).busy
+    return [bench.step_row(key, f"batch {batch}", model, batch, times, extra=extra)]
 
 
 def sampling_section(bench: Bench) -> Iterator[Unit]:
@@ -82,7 +88,7 @@ def _sampling(bench: Bench, name: str, batch: int, batches: list[int]) -> list[R
     times = decode.measure(model, *size, **decode.SAMPLE)
     greedy = bench.record.find("decode", name, OURS, f"batch {batch}")
     greedy_ms = greedy.value if greedy else decode.measure(model, *size, **decode.GREEDY)["ms"]
-    over = {"over_greedy_ms": times["ms"] - greedy_ms, "greedy_ms": greedy_ms}
+    over = over_greedy(times["ms"], greedy_ms)
     case = f"batch {batch}, generate(), drawn as Hugging Face does"
     return [bench.step_row(key, case, model, batch, times, extra=over)]
 
@@ -94,12 +100,21 @@ def _engine_sampling(bench: Bench, name: str, batch: int, batches: list[int]) ->
         size = (engine, model, batch, scale.new // 2, scale.repeats, scale.prompt)
         greedy = serving.measure(*size, **decode.GREEDY)
         times = serving.measure(*size, seed=1, **decode.SAMPLE)
-    over = {"over_greedy_ms": times["ms"] - greedy["ms"]}
+    over = over_greedy(times["ms"], greedy["ms"])
     case = f"batch {batch}, engine"
     return [
         bench.step_row(key, f"{case}, greedy", model, batch, greedy),
         bench.step_row(key, f"{case}, drawn by counter", model, batch, times, extra=over),
     ]
+
+
+def over_greedy(ms: float, greedy_ms: float) -> dict[str, float]:
+    """Return the figures of a step that samples beside one that does not."""
+    return {
+        "over_greedy_ms": ms - greedy_ms,
+        "greedy_ms": greedy_ms,
+        "times_greedy": ms / greedy_ms,
+    }
 
 
 def prefill_section(bench: Bench) -> Iterator[Unit]:
@@ -195,7 +210,7 @@ def _memory(bench: Bench, name: str, key: str) -> list[Row]:
 def ragged_section(bench: Bench) -> Iterator[Unit]:
     """Requests of all lengths through an engine: throughput, KV use, latencies."""
     for name in bench.models:
-        seconds = 6 * _STEP_MS[name] * bench.scale.expected_s
+        seconds = 15 * _STEP_MS[name] * bench.scale.expected_s
         yield Unit(f"ragged/{name}", name, seconds, partial(_ragged, bench, name))
 
 
@@ -203,12 +218,17 @@ def _ragged(bench: Bench, name: str) -> list[Row]:
     settings, key = bench.scale.ragged, f"ragged/{name}"
     found = ragged.measure(bench.accelerated(name), settings)
     speed = Timing(found["tokens_per_s"], found["low"], found["high"], settings.repeats)
-    extra = {"kv_use": found["kv_use"], "preemptions": found["preemptions"]}
+    names = ("kv_use", "preemptions", "gpu_busy")
+    extra = {figure: found[figure] for figure in names if figure in found}
     rows = [bench.row(key, f"{settings.requests} requests", "tokens/s", speed, extra=extra)]
     for streams in settings.streams:
         times = found[f"streams_{streams}"]
         speed = times.pop("tokens_per_s")
         rows.append(bench.row(key, f"{streams} in flight", "tokens/s", speed, extra=times))
+    if settings.response:
+        count, length = ragged.RESPONSE_REQUESTS, settings.response_tokens
+        case = f"mean response to {count} requests of {length} + {length} tokens"
+        rows.append(bench.row(key, case, "s", found["response_s"]))
     return rows
 
 

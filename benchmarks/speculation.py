@@ -106,6 +106,7 @@ class Bench:
         )
         self.following = decisive(self.model)
         self.agreement = Agreement(self.model, args.agreement)
+        self.num_tokens = 0  # of the calls whose rounds are counted
         settings = self.draft.generation_config
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
@@ -118,25 +119,29 @@ class Bench:
 
         def call(new: int) -> float:
             truth = continued(self.following, next(firsts) % vocab_size, args.prompt + new + 256)
-            self.agreement.truth = truth
+            agreement = self.agreement
+            agreement.truth = truth
+            before = agreement.num_rounds, agreement.num_candidates
             ids = truth[:, : args.prompt]
             synchronize(device)
             milliseconds, out = timed(lambda: generate(model, ids, new, **GREEDY, **options))
+            if new == 1:  # nothing is verified in such calls
+                agreement.num_rounds, agreement.num_candidates = before
+            else:
+                self.num_tokens += new
             if model is self.model and not torch.equal(out, truth[:, : out.shape[1]]):
                 raise RuntimeError(f"the tokens are not those of the target with {options}")
             return milliseconds
 
         call(args.new + 1)
-        self.agreement.num_rounds = self.agreement.num_candidates = 0
+        self.agreement.num_rounds = self.agreement.num_candidates = self.num_tokens = 0
         return differenced(call, args.new, args.repeats)
 
     def speculate(self, what: str, **options: Any) -> dict[str, Any]:
         """Return a row with what each verification yields besides."""
         row: dict[str, Any] = {"what": what} | self.measure(self.model, **options)
-        agreement, args = self.agreement, self.args
-        # differenced: a warm-up and `repeats` calls of new + 1 tokens, two more than that of one.
-        tokens = (args.repeats + 1) * (args.new + 1) + args.repeats + 2
-        row["tokens_per_round"] = tokens / max(agreement.num_rounds, 1)
+        agreement = self.agreement
+        row["tokens_per_round"] = self.num_tokens / max(agreement.num_rounds, 1)
         row["candidates_per_round"] = agreement.num_candidates / max(agreement.num_rounds, 1)
         return row
 

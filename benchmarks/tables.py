@@ -90,14 +90,16 @@ def _goals(record: Record) -> str:
     if GOAL_GPU not in device_line(record):
         return f"## Goals\n\nThey are set for one {GOAL_GPU}; this was measured elsewhere."
     for goal in GOALS:
-        found = [row for row in rows if goal.finds(row)]
-        aim = f"{'>=' if goal.at_least else '<='} {number(goal.value)} {goal.unit}"
+        unit = goal.figure.replace("_", " ") or goal.unit
+        aim = f"{'>=' if goal.at_least else '<='} {number(goal.value)} {unit}"
         name = f"{goal.section} {goal.model}, {goal.case}"
-        if found:
-            met = "met" if goal.is_met(found[0]) else "**not met**"
-            cells.append([name, aim, _value(found[0]), met])
-        else:
+        row = next((row for row in rows if goal.finds(row)), None)
+        value = None if row is None else goal.measured(row)
+        if row is None or value is None:
             cells.append([name, aim, "-", "not measured"])
+            continue
+        met = "met" if goal.is_met(value) else "**not met**"
+        cells.append([name, aim, number(value) if goal.figure else _value(row), met])
     return f"## Goals\n\n{table(['what', 'goal', 'measured', ''], cells)}"
 
 

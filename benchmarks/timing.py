@@ -86,7 +86,7 @@ def differenced(call: Callable[[int], float], new: int, repeats: int) -> dict[st
         new: decode steps behind the first token.
     """
     call(new + 1)
-    for _ in range(2):  # what is met again is captured
+    for _ in range(4):  # what is met the fourth time is captured
         call(1)
     # By turns, so that clocks that drift change both ends of a difference.
     pairs = [(call(1), call(new + 1)) for _ in range(repeats)]

@@ -75,7 +75,8 @@ def record(tmp_path: Path) -> Record:
         [
             row("decode", "0.6b", "batch 1", 0.48, **rate),
             row("decode", "1b", "batch 1", 0.8, low=0.5, high=0.9, **rate),
-            row("ragged", "8b", "256 requests", 11_000.0),
+            row("ragged", "8b", "256 requests", 11_000.0, extra={"gpu_busy": 0.9}),
+            row("long_context", "1b", "batch 1 at 32768 tokens", 1.0, of_ceiling=0.81),
             row("hf_eager", "0.6b", "batch 1", 27.5, system="hf eager"),
         ]
     )
@@ -92,7 +93,7 @@ def test_step_time_is_differenced() -> None:
 
 def test_spread_of_a_step_counts_both_ends() -> None:
     # Warm-up, then a short and a long call by turns.
-    seconds = iter([9.0, 8.0, 7.0, 1.0, 2.0, 1.1, 2.4, 1.2, 2.0])
+    seconds = iter([9.0, 8.0, 7.0, 7.0, 7.0, 1.0, 2.0, 1.1, 2.4, 1.2, 2.0])
     times = differenced(lambda new: next(seconds), 1, 3)
     assert times["ms"] == pytest.approx(1000)
     assert (times["low_ms"], times["high_ms"]) == (pytest.approx(800), pytest.approx(1300))
@@ -177,6 +178,9 @@ def test_goals_are_met_or_not_or_not_measured(record: Record) -> None:
     assert "| decode 0.6b, batch 1 | <= 0.500 ms/token | 0.480 (0.475 to 0.485) | met |" in lines
     assert any("decode 1b, batch 1 |" in line and "**not met**" in line for line in lines)
     assert any("ragged 8b, 256 requests | >= 10,500" in x and "| met |" in x for x in lines)
+    busy = "| ragged 8b, 256 requests | >= 0.950 gpu busy | 0.900 | **not met** |"
+    far = "| long_context 1b, batch 1 at 32768 tokens | >= 0.800 of ceiling | 0.810 | met |"
+    assert busy in lines and far in lines
     assert any("decode 8b, batch 32 |" in x and "not measured" in x for x in lines)
 
 
@@ -270,6 +274,6 @@ def test_speculation_is_measured_with_the_agreement_asked_for(
     plain, _, drafted, looked_up = json.loads(path.read_text())["rows"]
     assert plain["times_plain"] == 1.0
     for row in (drafted, looked_up):
-        # All candidates are accepted, and one token comes on top; calls of one token ask for none.
+        # All candidates are accepted, and one token comes on top.
         assert 3.3 < row["tokens_per_round"] <= 4.0
         assert f"{row['what']}: ms" in capsys.readouterr().out or row is looked_up

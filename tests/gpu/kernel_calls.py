@@ -391,6 +391,7 @@ if DEVICE == "cpu" or torch.cuda.get_device_capability() == (9, 0):
     _add("ahead_gemm", _linear, _AHEAD, 27, [33, 70, 5], 520, extra=8)
     _add("ahead_gemm-fp16", _linear, _AHEAD, 9, [33, 5], 520, extra=8, dtype=torch.float16)
     _add("ahead_gemm-bare", _linear, _AHEAD_TWO, 64, [100], 573, extra=3, norm="")
+    _add("ahead_gemm-many", _linear, _AHEAD_TWO, 100, [100, 5], 573, extra=3)
     _add("ahead_gemm-gated", _linear, _AHEAD_TWO, 32, [72, 72], 520, gated=True, extra=8)
     _add("ahead_gemm-lora", _linear, _AHEAD_THREE, 17, [130, 5], 520, extra=8, ranks=(16, 5))
     _add("wide_gemm-lora", _linear, _WIDE, 130, [33, 70, 5], 520, extra=8, ranks=(16, 0, 5))

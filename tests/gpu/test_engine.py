@@ -187,7 +187,8 @@ def test_a_steady_step_does_not_wait_for_the_device(model: Any, asked: dict[str,
 def test_admissions_do_not_wait_for_the_device(model: Any, asked: dict[str, Any]) -> None:
     penalty = {"repetition_penalty": 1.2, "seed": 1, **asked}
     with torch_paged.Engine(model, on_unsupported="raise", max_num_seqs=8, lag=16) as engine:
-        for _ in range(2):  # twice, so that all graphs are there
+        # Three times, so that all graphs are there: from the second on, prefixes are found.
+        for _ in range(3):
             engine.add_request(ids_of(40, 1), max_new_tokens=100)
             for _ in range(3):
                 engine.step()

@@ -57,12 +57,13 @@ def _decode(
         ("few", (90, 100), 32768, 8, 3, 256),
         ("several", (90, 100), 32768, 8, 2, 0),
         ("many", (90, 100), 8192, 4, 3, 0),
+        ("most", (90, 100), 8192, 2, 3, 0),
         ("one_wave", (90, 100), 4096, 2, 3, 0),
         ("small", (80, 89), 16384, 4, 2, 0),
         ("t4", (75,), 4096, 4, 1, 0),
     ):
         alike = name == "one_wave"
-        if (alike or name in ("short", "several")) and label not in _SHORT:
+        if (alike or name in ("short", "several", "most")) and label not in _SHORT:
             continue
         if name == "many" and label in _ALIKE:
             continue
@@ -103,13 +104,13 @@ def _decode(
             "MERGE_HEADS": min(power, 8),
             "NUM_STAGES": stages,
             "FUSED": True,
-            "SPLIT": not alike and name not in ("several", "many"),
+            "SPLIT": not alike and name not in ("several", "many", "most"),
             "HAS_Q_NORM": False,
             "HAS_K_NORM": False,
             "CAST_BEFORE_GAIN": True,
             "INTERLEAVED": False,
             "EARLY": early and constants.get("FUSED", True),
-            "HEADS_FIRST": name == "many",
+            "HEADS_FIRST": name in ("many", "most"),
             "PREFETCH": prefetch,
             "K_LINES": 1 << (max(head_dim * element_size // 128, 1).bit_length() - 1),
             "V_LINES": 1 << (max(v * element_size // 128, 1).bit_length() - 1),

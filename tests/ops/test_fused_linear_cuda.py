@@ -145,6 +145,29 @@ def test_tile_copies_of_few_rows_match_float64_and_repeat_to_the_bit(
     num_tokens: int,
 ) -> None:
     """With the norm, in the kernel or before it."""
+    check_against_float64(sizes, in_features, gated, config, dtype, num_tokens)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [65, 100, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("sizes", "in_features", "gated"), SHAPES[:4])
+def test_weights_ahead_of_many_rows_match_float64_and_repeat_to_the_bit(
+    sizes: tuple[int, ...], in_features: int, gated: bool, dtype: torch.dtype, num_tokens: int
+) -> None:
+    """Their norm is a kernel before it."""
+    config = AheadGemmConfig(64, 256, 8, 16) if gated else AheadGemmConfig(64, 512, 8, 8)
+    check_against_float64(sizes, in_features, gated, config, dtype, num_tokens)
+
+
+def check_against_float64(
+    sizes: tuple[int, ...],
+    in_features: int,
+    gated: bool,
+    config: WideGemmConfig | AheadGemmConfig,
+    dtype: torch.dtype,
+    num_tokens: int,
+) -> None:
     x, weights, options = make_call(sizes, in_features, gated, num_tokens, dtype)
     gain = options.pop("norm_weight")
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device="cuda")

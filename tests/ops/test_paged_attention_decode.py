@@ -401,13 +401,41 @@ def test_rows_of_like_length_begin_at_once_where_all_fit(
     assert attention_config.decode_config(query, num_rows * 8, 4096) == usual
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_heads", "head_dim", "dtype", "warps"),
+    [
+        (198, 32, 128, torch.bfloat16, 4),  # twelve programs an SM
+        (199, 32, 128, torch.bfloat16, 2),
+        (512, 128, 64, torch.float16, 2),
+        (512, 136, 64, torch.float16, 4),  # 17 query heads share a KV head
+        (512, 32, 192, torch.bfloat16, 4),
+        (512, 32, 128, torch.float32, 4),
+    ],
+)
+def test_programs_of_two_warps_serve_the_largest_batches(
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    warps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H200: 132 SMs, 8 KV heads."""
+    query = SimpleNamespace(device=torch.device("cuda", 0), element_size=lambda: dtype.itemsize)
+    query.shape = (num_rows, num_heads, head_dim)
+    monkeypatch.setattr(attention_config, "sm_count", lambda device: 132)
+    monkeypatch.setattr(attention_config, "device_capability", lambda index: (9, 0))
+    assert attention_config.decode_config(query, num_rows * 8, 4096).num_warps == warps
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one configuration")
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (40, 8, 96), (32, 32, 80)], ids=str)
 @pytest.mark.parametrize("window", [0, 33])
-@pytest.mark.parametrize("num_programs", [256, 1000])
-def test_rows_of_any_length_are_right_when_told_alike(
+@pytest.mark.parametrize("num_programs", [256, 1000, 2000])
+def test_rows_of_any_length_are_right_in_programs_of_two_warps(
     num_programs: int, heads: tuple[int, int, int], window: int
 ) -> None:
+    """They are told to be alike, or are too many for four warps each."""
     num_heads, num_kv_heads, head_dim = heads
     lengths = [(37 * i) % 300 for i in range(num_programs // num_kv_heads)]
     with attention_config.rows_alike(True):

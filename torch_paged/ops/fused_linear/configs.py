@@ -110,9 +110,6 @@ Config = (
 # Kernels that take only what `tma_serves`.
 CopyConfig = AheadGemmConfig | WideGemmConfig
 
-# Kernels before which a norm is a kernel of its own.
-NormOutside = PlainTileGemmConfig | WideGemmConfig
-
 KINDS: dict[str, type[Config]] = {
     "gemv": GemvConfig,
     "small_gemm": SmallGemmConfig,
@@ -227,7 +224,15 @@ def folds(
     config = choose_config(device_key(device), problem, dtype, True)
     if isinstance(config, Composed):
         return "none"
-    return "epilogue" if isinstance(config, NormOutside) else "all"
+    return "epilogue" if leaves_norm_outside(config, num_tokens) else "all"
+
+
+def leaves_norm_outside(config: Config, num_tokens: int) -> bool:
+    """Say whether the norm before a linear is a kernel of its own where it has this launch."""
+    if isinstance(config, AheadGemmConfig):
+        # A norm inside needs all rows of its tile of x in registers.
+        return num_tokens > ALWAYS_KERNEL_ROWS
+    return isinstance(config, (PlainTileGemmConfig, WideGemmConfig))
 
 
 def tma_serves(tensors: Iterable[torch.Tensor]) -> bool:

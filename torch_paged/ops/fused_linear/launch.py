@@ -13,13 +13,13 @@ from torch_paged.ops.fused_linear.configs import (
     Config,
     CopyConfig,
     GemvConfig,
-    NormOutside,
     PlainTileGemmConfig,
     Problem,
     SmallGemmConfig,
     TileGemmConfig,
     choose_config,
     device_key,
+    leaves_norm_outside,
     tma_serves,
     without_copies,
 )
@@ -96,7 +96,7 @@ def _launch_fused_linear(
             downs,
         )
     after_shrink = False
-    if downs is not None or (norm and isinstance(config, NormOutside)):
+    if downs is not None or (norm and leaves_norm_outside(config, num_tokens)):
         norms = (norm_weight, norm, eps, norm_offset, cast_before_gain)
         x, norm, made, after_shrink = _before_the_product(x, downs, norms, config)
         norm_weight = norm_weight if norm else None
@@ -134,7 +134,7 @@ def _before_the_product(
         product may begin beside them.
     """
     weight, norm, eps, offset, cast = norms
-    outside = norm and isinstance(config, NormOutside)
+    outside = norm and leaves_norm_outside(config, x.shape[0])
     if downs is None:
         return _launch_rms_norm(x, weight, eps, offset, cast).to(x.dtype), False, None, False
     some = x.shape[0] <= MAX_SHRINK_ROWS and any(down.shape[0] for down in downs)

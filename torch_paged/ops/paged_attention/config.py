@@ -47,7 +47,8 @@ _ONE_WAVE_PROGRAMS = DecodeConfig(
     tile_bytes=4096, num_warps=2, num_stages=3, early_tile=True, registers=128
 )
 _ONE_WAVE_PER_SM = 8
-# Up to so many query heads share a KV head: more make larger tiles, which take more registers.
+# Up to so many query heads share a KV head of programs of two warps: more make larger tiles, which
+# take more registers.
 _ONE_WAVE_GROUP = 16
 # Rows count as of like length up to so many tokens between the longest and the shortest.
 ALIKE_TOKENS = 64
@@ -56,6 +57,12 @@ _SEVERAL_WIDE_PROGRAMS = dataclasses.replace(_SEVERAL_PROGRAMS, early_tile=False
 # As many tokens a tile as of heads half as wide.
 _MANY_WIDE_PROGRAMS = dataclasses.replace(_MANY_PROGRAMS, tile_bytes=16384)
 _MANY_PER_SM = 3
+# With three waves and more of four programs an SM, of which the short rows are the last, programs
+# of two warps win: more of them fit. H200, 8 KV heads of 128 (of 64), 256 rows of 32 to 1,536
+# tokens: 164.5 to 162.4 us (96.5 to 85.4), 206 rows of 169 to 1,151: 136.5 to 133.7; of 128 rows
+# the long ones run on alone, 88.6 to 98.5 (48.3 to 50.4).
+_MOST_PROGRAMS = dataclasses.replace(_MANY_PROGRAMS, num_warps=2)
+_MOST_PER_SM = 12
 # Where a program has a tile or two, it keeps them in registers: that leaves the SMs' memory to
 # the L1 of the kernels around it, whose loads live there.
 _FEW_SHORT_PROGRAMS = DecodeConfig(
@@ -144,7 +151,7 @@ def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> De
         if _alike.get() and (config := _alike_config(query, num_programs)) is not None:
             return config
         if num_programs > _MANY_PER_SM * sm_count(device):
-            return _MANY_PROGRAMS if query.shape[-1] <= 128 else _MANY_WIDE_PROGRAMS
+            return _many_config(query, num_programs)
         # Exact float32 products, and wide heads, leave no registers for a tile.
         narrow = query.element_size() == 2 and query.shape[-1] <= 192
         if num_programs > sm_count(device):
@@ -156,6 +163,16 @@ def decode_config(query: torch.Tensor, num_programs: int, max_tokens: int) -> De
             return _FEW_SHORT_WIDE_PROGRAMS
         return _FEW_PROGRAMS
     return _NO_ASYNC_COPIES if major < 8 else _SMALL_SHARED_MEMORY
+
+
+def _many_config(query: torch.Tensor, num_programs: int) -> DecodeConfig:
+    num_rows, num_heads, head_dim = query.shape
+    if head_dim > 128:
+        return _MANY_WIDE_PROGRAMS
+    small = query.element_size() == 2 and num_rows * num_heads <= _ONE_WAVE_GROUP * num_programs
+    if small and num_programs > _MOST_PER_SM * sm_count(query.device):
+        return _MOST_PROGRAMS
+    return _MANY_PROGRAMS
 
 
 def _alike_config(query: torch.Tensor, num_programs: int) -> DecodeConfig | None:
@@ -176,8 +193,15 @@ def num_splits(num_programs: int, max_tokens: int, num_sms: int, config: DecodeC
     return max(1, min(wanted, config.max_splits, -(-max_tokens // config.min_split_tokens)))
 
 
-def prefill_config(query: torch.Tensor, block_d: int, num_pairs: int) -> PrefillConfig:
-    """Return the prefill tile for heads padded to `block_d`; num_pairs is tokens times heads."""
+def prefill_config(
+    query: torch.Tensor, block_d: int, num_pairs: int, num_rows: int
+) -> PrefillConfig:
+    """Return the prefill tile for heads padded to `block_d`.
+
+    Args:
+        num_pairs: tokens times heads.
+        num_rows: prompts that the tokens are of, at most.
+    """
     if query.device.type != "cuda":
         return PrefillConfig(16, 16, 4, 1)
     major, minor = device_capability(query.device.index or 0)
@@ -192,8 +216,10 @@ def prefill_config(query: torch.Tensor, block_d: int, num_pairs: int) -> Prefill
     if wide:
         many = num_pairs >= 256 * sm_count(query.device)
         return PrefillConfig(128, 64, 8, 2) if many else PrefillConfig(64, 64, 8, 2)
-    # H200, torch 2.11: 128 x 128 gains 1 to 4% at 8192 tokens and loses as much at 2048.
-    if block_d == 128 and num_pairs >= 1 << 17:
+    # H200, torch 2.11, 16 heads of 128: 128 x 128 gains 1 to 4% at 8192 tokens of one prompt and
+    # loses as much at 2048. Of four prompts that share 8192 tokens it takes 210 for 190 us, of 64
+    # 69 for 54: more of a large tile lies beyond what its queries see.
+    if block_d == 128 and num_rows == 1 and num_pairs >= 1 << 17:
         return PrefillConfig(128, 128, 8, 2)
     return PrefillConfig(64, 64, 4, 3)
 

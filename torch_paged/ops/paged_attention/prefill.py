@@ -46,7 +46,8 @@ def _launch_paged_prefill_attention(
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_dv = max(16, triton.next_power_of_2(v_dim))
-    config = config or prefill_config(query, max(block_d, block_dv), num_tokens * num_heads)
+    widest = max(block_d, block_dv)
+    config = config or prefill_config(query, widest, num_tokens * num_heads, num_rows)
     num_tiles = triton.cdiv(num_tokens * group, config.block_m) + num_rows + 1
     pdl = {"launch_pdl": True} if use_pdl(query) else {}
     prefill_attention_kernel[(num_tiles * num_kv_heads,)](
