@@ -80,7 +80,7 @@ def _prefill(
         types={**_INDICES, "scale": "fp32", **(types or {})},
         constants={
             **shape,
-            "BLOCK_B": 8,
+            "BLOCK_B": 256,
             "BLOCK_M": tile[0],
             "BLOCK_N": tile[1],
             "NUM_STAGES": stages,

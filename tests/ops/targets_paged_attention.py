@@ -163,7 +163,7 @@ def _prefill(
             "D": head_dim,
             "DV": head_dim,
             "BLOCK_SIZE": 16,
-            "BLOCK_B": 8,
+            "BLOCK_B": 256,
             "BLOCK_M": tile[0],
             "BLOCK_D": _power(head_dim),
             "BLOCK_DV": _power(head_dim),

@@ -100,6 +100,12 @@ def test_whole_prompts_of_every_length(length: int) -> None:
     _check_prefill([(0, length)], config=WIDE)
 
 
+@pytest.mark.parametrize("num_rows", [255, 256])
+def test_every_row_finds_its_tiles(num_rows: int) -> None:
+    """Twice as many lanes look for the rows of tiles past 255 of them."""
+    _check_prefill([(i % 3, 1 + i % 2) for i in range(num_rows)], num_kv_heads=4, config=WIDE)
+
+
 @pytest.mark.parametrize("config", [None, WIDE], ids=["default", "wide"])
 def test_padding_rows_and_tokens_give_zeros(config: PrefillConfig | None) -> None:
     _check_prefill([(0, 0), (5, 20), (0, 0), (0, 7), (0, 0)], padding_tokens=70, config=config)

@@ -10,7 +10,7 @@ from torch_paged.ops.latent_attention.config import PrefillConfig, prefill_confi
 from torch_paged.ops.latent_attention.prefill_kernel import latent_prefill_kernel
 from torch_paged.ops.latent_attention.reference import latent_prefill_attention_reference
 from torch_paged.ops.paged_attention.checks import check_slots
-from torch_paged.ops.paged_attention.config import dot_precision
+from torch_paged.ops.paged_attention.config import dot_precision, row_block
 from torch_paged.ops.registration import register_op
 from torch_paged.ops.triton_compat import triton, use_pdl
 
@@ -61,7 +61,7 @@ def _launch_latent_prefill_attention(
         RANK=rank,
         ROPE=rope_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_B=triton.next_power_of_2(num_rows + 1),
+        BLOCK_B=row_block(num_rows),
         BLOCK_M=config.block_m,
         BLOCK_R=max(16, triton.next_power_of_2(rank)),
         BLOCK_P=max(16, triton.next_power_of_2(rope_dim)),

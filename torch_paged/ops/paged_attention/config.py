@@ -224,6 +224,14 @@ def prefill_config(
     return PrefillConfig(64, 64, 4, 3)
 
 
+def row_block(num_rows: int) -> int:
+    """Return the lanes that find the row of a prefill tile: a power of two above `num_rows`.
+
+    One number up to 255 rows, or each number of prompts that is met would compile the kernel anew.
+    """
+    return max(256, 1 << num_rows.bit_length())
+
+
 def dot_precision() -> str:
     """Return Triton's input_precision: TF32 only where torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

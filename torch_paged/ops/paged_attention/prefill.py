@@ -14,6 +14,7 @@ from torch_paged.ops.paged_attention.config import (
     PrefillConfig,
     dot_precision,
     prefill_config,
+    row_block,
 )
 from torch_paged.ops.paged_attention.prefill_kernel import prefill_attention_kernel
 from torch_paged.ops.paged_attention.reference import paged_prefill_attention_reference
@@ -80,7 +81,7 @@ def _launch_paged_prefill_attention(
         D=head_dim,
         DV=v_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_B=triton.next_power_of_2(num_rows + 1),
+        BLOCK_B=row_block(num_rows),
         BLOCK_M=config.block_m,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
