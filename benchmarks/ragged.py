@@ -232,7 +232,7 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
         for streams in settings.streams:
             # Shorter ones first, so that what there is to capture is there.
             for seed, share in ((9, 0.25), (10, 1.0)):
-                count = max(2 * streams, 64)
+                count = streams + min(max(streams, 32), 128)
                 some = ragged_work(count, 100 * seed + streams, vocab, share * scale)
                 result[f"streams_{streams}"] = latency(engine, some, streams)
         if settings.response:

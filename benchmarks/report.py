@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from benchmarks import shapes
 from benchmarks.baselines import BASELINES
 from benchmarks.bench import QUICK, SMALL, TRUE, Bench
 from benchmarks.ceiling import matmul_tflops, read_tbps
+from benchmarks.clocks import Clocks
 from benchmarks.parity import WrongResult
 from benchmarks.plots import draw
 from benchmarks.record import Record, environment_of
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models = args.models or ([shapes.TINY] if small else list(shapes.NAMES))
         batches = args.batches or ([1, 3] if small else [1, 8, 32, 128])
         bench = Bench(record, scale, device, _DTYPES[dtype], models, batches, **ceilings)
-        ours_failed = _measure(bench, args.sections, started, args.limit_seconds)
+        with Clocks(device) as clocks:
+            ours_failed = _measure(bench, clocks, args.sections, started, args.limit_seconds)
         record.note_run(finished=True)
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -78,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if record.refused or ours_failed else 0
 
 
-def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: float) -> bool:
+def _measure(
+    bench: Bench, clocks: Clocks, sections: Sequence[str], started: float, limit_s: float
+) -> bool:
     """Make the measurements; say whether one of torch_paged's own failed."""
     record, failed = bench.record, False
     for unit in _units(bench, sections):
@@ -92,6 +97,7 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
         if time.perf_counter() - started + unit.seconds + ready_s > limit_s:
             record.left_out[unit.key] = f"no time was left of {limit_s:.0f} s"
             continue
+        begun = time.perf_counter()
         try:
             rows = unit.run()
         except WrongResult as error:
@@ -109,6 +115,8 @@ def _measure(bench: Bench, sections: Sequence[str], started: float, limit_s: flo
         else:
             if unit.is_ours:
                 record.refused.pop(unit.model, None)
+            seen = clocks.since(begun)
+            rows = [replace(row, extra={**row.extra, **seen}) for row in rows]
             record.add(rows)
             for row in rows:
                 share = "" if row.of_ceiling is None else f", {row.of_ceiling:.0%} of ceiling"
