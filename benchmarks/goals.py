@@ -62,7 +62,7 @@ GOALS = [
     for model, goals in _DECODE.items()
     for batch, ms in goals.items()
 ]
-GOALS.append(Goal("decode", "0.6b", "batch 1", "ms/token", 0.98, True, "gpu_busy"))
+GOALS.append(Goal("decode", "0.6b", "batch 1", "ms/token", 0.02, False, "idle_between_steps"))
 GOALS += [
     Goal(
         "sampling",

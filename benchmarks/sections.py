@@ -14,7 +14,7 @@ from benchmarks.bench import OURS, Bench
 from benchmarks.op_cases import op_case, op_names
 from benchmarks.record import Row
 from benchmarks.runs import fresh_ids, open_run, step_ms
-from benchmarks.timeline import timeline
+from benchmarks.timeline import idle_between_steps
 from benchmarks.timing import Timing, default_device, graph_ms, summarize
 from torch_paged.engine.sampler import GreedySampler
 from torch_paged.graphs.buckets import default_buckets
@@ -61,9 +61,9 @@ def _decode(bench: Bench, name: str, batch: int) -> list[Row]:
     extra: dict[str, float | str | None] = {"ran_on": str(torch_paged.explain(model).last_call)}
     if batch == 1 and bench.device.type == "cuda":
         ids = fresh_ids(model, batch, scale.prompt)
-        extra["gpu_busy"] = timeline(
+        extra["idle_between_steps"] = idle_between_steps(
             lambda: decode.generate(model, ids, scale.new, **decode.GREEDY)
-        ).busy
+        )
     return [bench.step_row(key, f"batch {batch}", model, batch, times, extra=extra)]
 
 
@@ -216,7 +216,12 @@ def ragged_section(bench: Bench) -> Iterator[Unit]:
 
 def _ragged(bench: Bench, name: str) -> list[Row]:
     settings, key = bench.scale.ragged, f"ragged/{name}"
-    found = ragged.measure(bench.accelerated(name), settings)
+    model = bench.accelerated(name)
+    try:
+        found = ragged.measure(model, settings)
+    finally:
+        torch_paged.release(model)  # the cache of all these requests
+        bench.tidy()
     speed = Timing(found["tokens_per_s"], found["low"], found["high"], settings.repeats)
     names = ("kv_use", "preemptions", "gpu_busy")
     extra = {figure: found[figure] for figure in names if figure in found}

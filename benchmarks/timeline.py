@@ -9,6 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+# Start, end and name of a kernel, copy or fill, in microseconds.
+Event = tuple[float, float, str]
+
+# A decode step begins with it.
+FIRST_KERNEL = "_embed_kernel"
+
 
 class Timeline(NamedTuple):
     """What a GPU did in a span of time.
@@ -43,18 +49,54 @@ def timeline(run: Callable[[], Any]) -> Timeline:
     Raises:
         RuntimeError: no kernel ran.
     """
+    events = _traced(run)
+    busy, whole = covered((start, end) for start, end, _ in events)
+    kernels: Counter[str] = Counter()
+    for start, end, name in events:
+        kernels[name] += (end - start) / 1e3
+    return Timeline(busy / whole, whole / 1e3, dict(kernels.most_common()))
+
+
+def idle_between_steps(run: Callable[[], Any]) -> float:
+    """Return for which share of the time the GPU stands still between decode steps.
+
+    Raises:
+        RuntimeError: no kernel ran, or fewer than three steps.
+    """
+    return idle_before(_traced(run), FIRST_KERNEL)
+
+
+def idle_before(events: Iterable[Event], first: str) -> float:
+    """Return the share of the gaps before kernels whose names begin with `first`.
+
+    The first step is left out: it comes behind the prompt.
+    """
+    gaps, starts, reached = 0.0, [], 0.0
+    for start, end, name in sorted(events):
+        if name.startswith(first):
+            if len(starts) > 1:
+                gaps += max(0.0, start - reached)
+            starts.append(start)
+        reached = max(reached, end)
+    if len(starts) < 3:
+        raise RuntimeError(f"{len(starts)} steps ran while the GPU was watched, 3 are needed")
+    return gaps / (starts[-1] - starts[1])
+
+
+def _traced(run: Callable[[], Any]) -> list[Event]:
+    """Return what runs on the GPU while `run` is called."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         run()
         torch.cuda.synchronize()
-    on_device = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy, whole = covered((e.time_range.start, e.time_range.end) for e in on_device)
-    if not whole:
+    events = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in prof.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not events:
         raise RuntimeError("no kernel ran while the GPU was watched")
-    kernels: Counter[str] = Counter()
-    for event in on_device:
-        kernels[event.name] += event.device_time_total / 1e3
-    return Timeline(busy / whole, whole / 1e3, dict(kernels.most_common()))
+    return events
 
 
-__all__ = ["Timeline", "covered", "timeline"]
+__all__ = ["FIRST_KERNEL", "Timeline", "covered", "idle_before", "idle_between_steps", "timeline"]

@@ -78,14 +78,18 @@ def graph_ms(run: Callable[[], Any], repeats: int, device: torch.device) -> Timi
     return summarize([span_ms(replay, device) for _ in range(repeats)])
 
 
-def differenced(call: Callable[[int], float], new: int, repeats: int) -> dict[str, float]:
+def differenced(
+    call: Callable[[int], float], new: int, repeats: int, *, warm_ups: int = 1
+) -> dict[str, float]:
     """Return ms per token of a decode step, prefill and set-up differenced out, and end to end.
 
     Args:
         call: takes a number of new tokens, at least 1; returns the seconds of one whole call.
         new: decode steps behind the first token.
+        warm_ups: long calls before the first that counts.
     """
-    call(new + 1)
+    for _ in range(warm_ups):
+        call(new + 1)
     for _ in range(4):  # what is met the fourth time is captured
         call(1)
     # By turns, so that clocks that drift change both ends of a difference.

@@ -18,6 +18,7 @@ from benchmarks.decode import GREEDY, SAMPLE, generate
 from benchmarks.parity import Oracle, Warp, WrongResult, hf_logits
 from benchmarks.record import Record, Row, measured
 from benchmarks.runs import forced_logits, fresh_ids
+from benchmarks.timeline import idle_before
 from benchmarks.timing import differenced, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,25 @@ def test_step_time_is_differenced() -> None:
     assert times["first_token_ms"] == pytest.approx(12.0)
     assert times["end_to_end_ms"] == pytest.approx(28 / 9)
     assert (times["steps"], times["repeats"]) == (8, 3)
+
+
+def test_warm_ups_do_not_count() -> None:
+    calls: list[int] = []
+    differenced(lambda new: float(calls.append(new) or 1), 5, 2, warm_ups=3)
+    assert calls == [6] * 3 + [1] * 4 + [1, 6] * 2
+
+
+def test_idle_time_between_steps_leaves_out_the_prompt() -> None:
+    # A step is 8 us of kernels that overlap, and 2 us until the next begins.
+    steps = [
+        (at + start, at + end, name)
+        for at in (100.0, 110.0, 120.0, 130.0)
+        for start, end, name in ((0.0, 3.0, "_embed_kernel"), (2.0, 7.0, "b"), (4.0, 8.0, "c"))
+    ]
+    prompt = [(0.0, 1.0, "_embed_kernel"), (1.0, 60.0, "a")]
+    assert idle_before([*steps, *prompt], "_embed_kernel") == pytest.approx(6 / 30)
+    with pytest.raises(RuntimeError, match="1 steps ran"):
+        idle_before(prompt, "_embed_kernel")
 
 
 def test_spread_of_a_step_counts_both_ends() -> None:

@@ -268,14 +268,15 @@ def test_steps_past_the_last_bucket_are_captured_where_launches_take_longer(
 ) -> None:
     """Buckets as those of 8,192 tokens, scaled down: many chunks, rows padded to one size."""
     graphs_of = "torch_paged.engine.prompt_graphs."
+    large = "torch_paged.engine.large_prompts."
     monkeypatch.setattr(graphs_of + "_TOKEN_BUCKETS", (8, 16))
-    monkeypatch.setattr(graphs_of + "_LARGE_TOKEN_BUCKETS", (32, 48, 64, 80))
+    monkeypatch.setattr(large + "LARGE_TOKEN_BUCKETS", (32, 48, 64, 80))
     monkeypatch.setattr(graphs_of + "_CHUNKS", ((16, 2), (80, 9)))
     monkeypatch.setattr(graphs_of + "_LARGE_DECODING", 8)
     answers, graphs = Answers(small_model()), ReplayingGraphs()
     with make_engine(small_model(), max_num_seqs=most, max_num_batched_tokens=80) as engine:
         core = core_of(engine)
-        monkeypatch.setattr(graphs_of + "_LARGE_FLOPS", 64.0 * core.step.layer_flops)
+        monkeypatch.setattr(large + "LARGE_FLOPS", 64.0 * core.step.layer_flops)
         capture(core, graphs, (most,))
         for wave in range(4):
             lengths = [5 + (7 * i + wave) % 23 for i in range(12)]

@@ -220,8 +220,9 @@ def test_captured_steps_with_late_reports_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graphs_of = "torch_paged.engine.prompt_graphs."
+    large = "torch_paged.engine.large_prompts."
     monkeypatch.setattr(graphs_of + "_TOKEN_BUCKETS", (4, 9, 16))
-    monkeypatch.setattr(graphs_of + "_LARGE_TOKEN_BUCKETS", (32, 64))
+    monkeypatch.setattr(large + "LARGE_TOKEN_BUCKETS", (32, 64))
     monkeypatch.setattr(graphs_of + "_CHUNKS", ((9, 2), (16, 3), (64, 6)))
     monkeypatch.setattr(graphs_of + "_DECODING_BUCKETS", (1, 2, 4))
     monkeypatch.setattr(graphs_of + "_LARGE_DECODING", 4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from torch_paged.decoder import bind_attention
-from torch_paged.engine import prefill
+from torch_paged.engine import large_prompts, prefill
 from torch_paged.engine.prefill import CapturedPrefill
 from torch_paged.generate.registry import find_session
 
@@ -116,6 +116,7 @@ def test_past_the_buckets_a_prompt_is_as_long_as_it_is(
     models: Any, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "TOKEN_BUCKETS", (16,))
+    monkeypatch.setattr(large_prompts, "LARGE_TOKEN_BUCKETS", ())
     _, fast = models
     graphs = capture(fast)
     lengths.clear()
@@ -123,3 +124,31 @@ def test_past_the_buckets_a_prompt_is_as_long_as_it_is(
         greedy(fast, prompt(length, length), num_tokens=1)
     assert lengths == [40] * 2 + [41] * 2 + [40] * 2
     assert not graphs.code
+
+
+def test_large_prompts_of_small_models_are_captured_when_met_often(
+    models: Any, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for which the device would wait for the host, where the padding costs little."""
+    plain, fast = models
+    step = find_session(fast).core.step
+    monkeypatch.setattr(prefill, "TOKEN_BUCKETS", (16,))
+    monkeypatch.setattr(large_prompts, "LARGE_TOKEN_BUCKETS", (48, 80, 112))
+    monkeypatch.setattr(large_prompts, "LARGE_FLOPS", 80.0 * step.layer_flops)
+    monkeypatch.setattr(large_prompts, "_LARGE_PADDING_FLOPS", 12.0 * step.layer_flops)
+    graphs = capture(fast)
+    lengths.clear()
+    for seed in range(4):
+        assert not graphs.code
+        ids = prompt(40 + seed, seed)
+        assert torch.equal(greedy(fast, ids), greedy(plain, ids))
+    assert lengths == [48] * 2 * 4
+    assert {key[2:] for key in graphs.code} == {(48, 1, True)}
+    lengths.clear()
+    for seed in range(4):
+        # Too much padding; a larger model, for which launches take less than its work.
+        for length in (67, 81):
+            ids = prompt(length, seed)
+            assert torch.equal(greedy(fast, ids), greedy(plain, ids))
+    assert lengths == ([67] * 2 + [81] * 2) * 4
+    assert {key[2:] for key in graphs.code} == {(48, 1, True)}

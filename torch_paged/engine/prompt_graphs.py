@@ -33,6 +33,11 @@ from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs, put_decoding
 from torch_paged.decoder.state import SlotState
+from torch_paged.engine.large_prompts import (
+    LARGE_TOKEN_BUCKETS,
+    large_token_buckets,
+    most_large_padding,
+)
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.scores import scored_words
 from torch_paged.engine.top_log import top_size
@@ -42,24 +47,16 @@ from torch_paged.graphs.capture import GraphCache
 # Of the chunks' tokens.
 _TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536)
 _TOKEN_BUCKETS = (*_TOKENS, 1792, 2048)
-# Steps of more tokens are captured where the device would wait for the host, which takes 0.6 ms a
-# layer to launch 8,192 prompt tokens op by op, and more for rows beside them and for packing. On
-# an H200 those of `benchmarks.ragged` left the device idle for 490 of 2,774 ms at 0.6B, and for 50
-# of 7,245 ms at 8B. So many operations in a layer are 2.5 ms of it. Past that, activations should
-# not stay in the graphs' pool either.
-_LARGE_TOKEN_BUCKETS = tuple(range(2560, 8193, 512))
-_LARGE_FLOPS = 1.5e12
 # Chunks that a step has room for, by its tokens: few where admissions come in ones and twos, as a
 # row of logits is made for each.
-_CHUNKS = ((512, 8), (2048, 30), (max(_LARGE_TOKEN_BUCKETS), 126))
+_CHUNKS = ((512, 8), (2048, 30), (max(LARGE_TOKEN_BUCKETS), 126))
 # Few sizes of decoding rows, since each comes with every size of chunks.
 _DECODING_BUCKETS = (8, 16, 32, 64, 128, 256)
 _LARGE_DECODING = 256
 # A graph saves launches, which take the host some 0.3 ms a layer and are behind the device's back
 # most of the time; its padding takes the device time. So many operations of padding in a layer,
-# 0.05 ms of an H200, are worth a graph; so many where the device would wait for launches.
+# 0.05 ms of an H200, are worth a graph.
 _PADDING_FLOPS = 3e10
-_LARGE_PADDING_FLOPS = 1e11
 # A capture takes the host as long as launching a step op by op some eight times does (at 28 layers
 # 70 ms), and all requests wait meanwhile: a size is captured once it has been met so often.
 _MEETINGS = 4
@@ -143,13 +140,12 @@ class PromptGraphs:
         self._step = step
         self._state = state
         self._graphs = graphs
-        flops = max(step.layer_flops, 1.0)
+        flops = step.layer_flops
         most = state.max_num_seqs
         self._decoding_buckets = (*(n for n in _DECODING_BUCKETS if n < most), most)
-        large = [n for n in _LARGE_TOKEN_BUCKETS if n * flops <= _LARGE_FLOPS]
-        self._token_buckets = (*_TOKEN_BUCKETS, *(large if step.layer_flops else ()))
-        self._max_padding = _PADDING_FLOPS / flops
-        self._max_large_padding = _LARGE_PADDING_FLOPS / flops
+        self._token_buckets = (*_TOKEN_BUCKETS, *large_token_buckets(flops))
+        self._max_padding = _PADDING_FLOPS / max(flops, 1.0)
+        self._max_large_padding = most_large_padding(flops)
         self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
         self._static: dict[_Size, _Static] = {}
         self._met: Counter[_Size] = Counter()
