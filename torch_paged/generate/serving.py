@@ -221,7 +221,11 @@ class Engine:
         self._service.check_integrity()
 
     def close(self) -> None:
-        """Cancel what is left and give everything back; harmless when repeated."""
+        """Cancel what is left; harmless when repeated.
+
+        A model that the engine accelerated is restored. One that was accelerated before keeps its
+        KV cache and graphs for the next call; `release` gives them back.
+        """
         self._service.close()
         if self._owns_model:
             restore(self._target)
