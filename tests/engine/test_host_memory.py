@@ -11,7 +11,7 @@ import pytest
 
 import torch_paged
 from torch_paged.engine import core as core_module
-from torch_paged.engine import host_memory
+from torch_paged.engine import host_memory, pool_limit
 from torch_paged.engine.host_memory import available_bytes
 from torch_paged.errors import OutOfBlocks
 
@@ -64,8 +64,8 @@ def test_a_fraction_limits_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         core = core_of(engine)
         # Room for four blocks in a quarter: 64 tokens.
         size = 2 * 2 * 16 * 16 * 4
-        monkeypatch.setattr(core_module, "available_bytes", lambda: 4 * (4 * size + 10))
-        monkeypatch.setattr(core_module, "MIN_CACHE_BYTES", size)
+        monkeypatch.setattr(pool_limit, "available_bytes", lambda: 4 * (4 * size + 10))
+        monkeypatch.setattr(pool_limit, "MIN_CACHE_BYTES", size)
         core.release()
         core.prepare(1, 1, 1)
         assert core.pool.block_bytes == size and core.pool.max_num_blocks() == 4
@@ -85,7 +85,7 @@ def test_a_fraction_that_comes_to_nothing_is_refused() -> None:
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "available_bytes", lambda: None)
+    monkeypatch.setattr(pool_limit, "available_bytes", lambda: None)
     model = copy.deepcopy(small_model())
     with pytest.raises(ValueError, match=r"kv_cache_memory=0.5 needs.*pass the bytes"):
         torch_paged.Engine(model, kv_cache_memory=0.5)

@@ -14,12 +14,12 @@ from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.layout import make_layout
 from torch_paged.cache.pool import KVPool, is_lack_of_memory
 from torch_paged.cache.prefix import PrefixCache
-from torch_paged.config import MIN_CACHE_BYTES, Config
+from torch_paged.config import Config
 from torch_paged.decoder.inputs import Binding
 from torch_paged.decoder.state import DEFAULT_EOS_IDS, SlotState
 from torch_paged.engine.host_blocks import HostBlocks
-from torch_paged.engine.host_memory import available_bytes
 from torch_paged.engine.leases import Leases
+from torch_paged.engine.pool_limit import max_pool_bytes
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.runner import CapturedRunner, EagerRunner, Runner
 from torch_paged.engine.sampling_state import SamplingState
@@ -217,7 +217,7 @@ class EngineCore:
                 self.config.block_size,
                 self._kv_dtype,
                 self.device,
-                max_bytes=self._max_pool_bytes(),
+                max_bytes=max_pool_bytes(self.config, self.device),
             )
         self._prepare_state(num_seqs, max_tokens, num_eos_ids)
         moved = self.step.refresh()
@@ -407,38 +407,3 @@ class EngineCore:
         if self._graphs is not None:
             self._graphs.clear()
         self._runner = None
-
-    def _max_pool_bytes(self) -> int | None:
-        limit = self.config.kv_cache_memory
-        if isinstance(limit, int):
-            return limit
-        if self.device.type != "cuda":
-            return None if limit is None else _at_least_some(limit, self._host_share(limit))
-        free, total = torch.cuda.mem_get_info(self.device)
-        if limit is not None:
-            return _at_least_some(limit, int(limit * total))
-        used = total - free
-        return max(int(self.config.gpu_memory_utilization * total) - used, 0)
-
-    def _host_share(self, share: float) -> int:
-        available = available_bytes()
-        if available is None:
-            raise ValueError(
-                f"kv_cache_memory={share} needs to know the memory of this machine, which it does "
-                "not tell; pass the bytes as an int, e.g. 4 << 30"
-            )
-        return int(share * available)
-
-
-def _at_least_some(share: float, num_bytes: int) -> int:
-    """Return what a share of the memory comes to.
-
-    Raises:
-        ValueError: that is less than may be asked for in bytes.
-    """
-    if num_bytes < MIN_CACHE_BYTES:
-        raise ValueError(
-            f"kv_cache_memory={share} comes to {num_bytes} bytes of this machine's memory, and at "
-            f"least {MIN_CACHE_BYTES} are needed; pass a larger share, e.g. 0.5"
-        )
-    return num_bytes

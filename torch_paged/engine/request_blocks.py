@@ -158,7 +158,8 @@ class RequestBlocks:
         """Say that a request for `num_blocks` blocks can never run."""
         return (
             f"the request needs {num_blocks} KV blocks and the pool has "
-            f"{self._allocator.num_blocks}; raise kv_cache_memory or shorten the request"
+            f"{self._allocator.num_blocks}, and cannot grow to so many; raise kv_cache_memory or "
+            "shorten the request"
         )
 
     def problems(self, request: Request, num_computed: int) -> Iterator[str]:
