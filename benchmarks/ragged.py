@@ -230,8 +230,8 @@ def measure(model: Any, settings: Settings) -> dict[str, Any]:
         result["spread"] = speed.spread
         result["preemptions"] = sum(run["preemptions"] for run in runs)
         for streams in settings.streams:
-            # The last counts. A size is captured when it is met the fourth time: many streams, whose
-            # steps are full, have met all after shorter requests, a few not before the third time.
+            # The last counts. A size is captured when it is met the fourth time: many streams,
+            # whose steps are full, have met all after shorter requests, a few not so soon.
             shares = (0.25, 1.0) if streams > 128 else (1.0, 1.0, 1.0)
             for seed, share in enumerate(shares, start=9):  # prompts seen have their blocks still
                 count = streams + min(max(streams, 32), 128)
