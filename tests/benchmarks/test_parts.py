@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_paged
-from benchmarks import images, parity, plots, shapes, speculation, tables
+from benchmarks import host_overhead, images, parity, plots, shapes, speculation, tables
 from benchmarks.decode import GREEDY, SAMPLE, generate
 from benchmarks.parity import Oracle, Warp, WrongResult, hf_logits
 from benchmarks.record import Record, Row, measured
@@ -90,6 +90,11 @@ def test_step_time_is_differenced() -> None:
     assert times["first_token_ms"] == pytest.approx(12.0)
     assert times["end_to_end_ms"] == pytest.approx(28 / 9)
     assert (times["steps"], times["repeats"]) == (8, 3)
+
+
+def test_way_of_a_call_is_timed_up_to_its_first_launch() -> None:
+    way = host_overhead.door(2, calls=3)
+    assert 0 < way.ours < 1e5 and 0 < way.inputs < 1e5 and 0 < way.transformers < 1e6
 
 
 def test_warm_ups_do_not_count() -> None:

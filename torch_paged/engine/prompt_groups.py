@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,12 @@ from torch_paged.decoder.inputs import StepInputs
 from torch_paged.decoder.state import to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.held_blocks import HeldBlocks
-from torch_paged.engine.packed_prompts import PackedPrompts, running_sums, slot_mapping
+from torch_paged.engine.packed_prompts import (
+    PackedPrompts,
+    running_sums,
+    slot_mapping,
+    token_indices,
+)
 
 # Of a prompt: its number, the first token of the piece and the tokens of it.
 Piece = tuple[int, int, int]
@@ -66,26 +72,17 @@ def group_inputs(
     hi = lo + bounds[-1]
     num_tables, rows = core.layout.num_tables, len(group)
     # One transfer; the parts are views of it.
-    packed = to_device(
-        torch.cat(
-            [
-                torch.tensor(
-                    [*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], device="cpu"
-                ),
-                *(
-                    slot_mapping(group, held, table, core.config.block_size)
-                    for table in range(num_tables)
-                ),
-            ]
-        ),
-        core.device,
-    )
-    index, prefix, cu_seqlens, last, *mappings = packed.split(
+    index = token_indices(group)
+    parts = [np.array([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], dtype=np.int64)]
+    for table in range(num_tables):
+        parts.append(slot_mapping(group, held, table, core.config.block_size, index).numpy())
+    packed = to_device(torch.from_numpy(np.concatenate(parts)), core.device)
+    at, prefix, cu_seqlens, last, *mappings = packed.split(
         [rows, rows, rows + 1, rows, *[hi - lo] * num_tables]
     )
-    core.state.set_prefix(index, prefix)
+    core.state.set_prefix(at, prefix)
     return StepInputs(
-        slots=index.to(torch.int32),
+        slots=at.to(torch.int32),
         ids=None if prompts.ids is None else prompts.ids[lo:hi],
         embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
         positions=prompts.positions[lo:hi],
