@@ -55,17 +55,19 @@ def pack(
         tokens, positions = tokens[index], positions[index.to(device)]
         mask = None if mask is None else mask[index.to(mask.device)]
         rows = len(firsts)
-    real = real_columns(mask, device)
     lease = reusable(cache, step.cache_layers, core) if past else None
-    lengths, cached = (past + width,) * rows, (past,) * rows
-    if real is not None:
-        counts = [real.sum(-1), real[:, :past].sum(-1)]
+    real, lengths, cached = None, (past + width,) * rows, (past,) * rows
+    if mask is not None:
+        real, lengths = _real_and_lengths(mask, device)
+    if real is None:
+        if lease is not None and lease.view.real is not None:
+            lease = None
+    elif past:
+        counts = [real[:, :past].sum(-1)]
         if lease is not None:
             counts.append(_differences(real, lease, past))
-        lengths, cached, *differing = map(tuple, torch.stack(counts).tolist())
+        cached, *differing = map(tuple, torch.stack(counts).tolist())
         lease = lease if differing and not any(differing[0]) else None
-    elif lease is not None and lease.view.real is not None:
-        lease = None
     columns = Columns(past, width, real, lease)
     index_of_new = columns.new_index
 
@@ -93,8 +95,25 @@ def real_columns(mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Return where a mask has tokens, [rows, columns]; None where they are everywhere."""
     if mask is None:
         return None
+    return _with_last(mask.to(device) != 0)
+
+
+def _real_and_lengths(mask: Tensor, device: torch.device) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return `real_columns`, None also where they are everywhere, and the tokens of each row.
+
+    The host has to wait for the lengths. Where nothing is padded that is all it waits for.
+    """
     real = mask.to(device) != 0
-    # A row that is all padding still gives an answer: its last token stands for it.
+    lengths = real.sum(-1).tolist()
+    if min(lengths) == mask.shape[1]:
+        return None, tuple(lengths)
+    if 0 in lengths:
+        real = _with_last(real)
+    return real, tuple(max(length, 1) for length in lengths)
+
+
+def _with_last(real: Tensor) -> Tensor:
+    """Let a row that is all padding give an answer: its last token stands for it."""
     real[:, -1] |= ~real.any(-1)
     return real
 
