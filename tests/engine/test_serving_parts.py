@@ -129,7 +129,6 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
     assert inputs.slots.tolist() == [3, 0, 6] and inputs.max_query_len == 4
     assert packed.prefix.tolist() == [3, 0, 4]
     assert packed.sampled.tolist() == [3, 0, -1]
-    assert packed.last_positions.tolist() == [6, 0]
 
 
 def test_decoding_rows_come_in_front_of_the_chunks() -> None:
@@ -153,7 +152,6 @@ def test_decoding_rows_come_in_front_of_the_chunks() -> None:
     assert mapping.tolist() == [-1, -1, -1, 30, 31, 8]
     assert packed.sampled.tolist() == [6, 1, 4, -1, 0]
     assert packed.slots.tolist() == [3, 0] and packed.prefix.tolist() == [2, 0]
-    assert packed.last_positions.tolist() == [0]
 
 
 def test_padding_rows_put_valid_tokens() -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_paged.decoder.slot_table import Field, SlotTable
+from torch_paged.decoder.transfer import upload
 from torch_paged.ops.advance import advance
 from torch_paged.ops.fused_linear.configs import NUM_COUNTERS
 
@@ -64,20 +66,8 @@ class SlotState:
             self.last_token, self.token_logprobs, self.finished, self.failed = report_parts(
                 self.report
             )
-            self.positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            # Where rotary frequencies depend on the length: how far the longest row of the batch
-            # is ahead, and the least length to count with.
-            self.rotary_leads = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.rotary_floors = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
             # Tokens cached before the chunk of its prompt that a step computes.
             self.prefix_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.num_generated = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.max_new_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-            self.eos_ids = torch.full(
-                (max_num_seqs, num_eos_ids), -1, dtype=torch.int64, device=device
-            )
-            self.pad_token = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
             self.output = torch.zeros((ring, max_num_seqs), dtype=torch.int64, device=device)
             self.num_unfinished = torch.zeros(1, dtype=torch.int32, device=device)
             # [num_tables, max_num_seqs, max_blocks] block ids
@@ -90,6 +80,27 @@ class SlotState:
             self.counters = torch.zeros(
                 max_num_seqs * max_kv_heads, dtype=torch.int32, device=device
             )
+        # In the order of `start_rows`.
+        fields = {
+            "context_lens": Field(torch.int32),
+            "max_new_tokens": Field(torch.int32),
+            "num_generated": Field(torch.int32),
+            "pad_token": Field(torch.int64, -1),
+            "eos_ids": Field(torch.int64, -1, (num_eos_ids,)),
+            "positions": Field(torch.int32),
+            "rotary_leads": Field(torch.int32),
+            "rotary_floors": Field(torch.int32),
+        }
+        self._table = table = SlotTable(max_num_seqs, fields, device)
+        self.context_lens = table["context_lens"]
+        self.max_new_tokens = table["max_new_tokens"]
+        self.num_generated = table["num_generated"]
+        self.pad_token, self.eos_ids = table["pad_token"], table["eos_ids"]
+        self.positions = table["positions"]
+        # Where rotary frequencies depend on the length: how far the longest row of the batch is
+        # ahead, and the least length to count with.
+        self.rotary_leads = table["rotary_leads"]
+        self.rotary_floors = table["rotary_floors"]
 
     @property
     def ring(self) -> int:
@@ -110,8 +121,8 @@ class SlotState:
     def start_rows(
         self,
         rows: Sequence[RowStart],
-        positions: Tensor,
-        leads: Tensor | int | None = None,
+        positions: Tensor | Sequence[int],
+        leads: Tensor | int = 0,
         floors: Tensor | int = 0,
     ) -> None:
         """Reset the slots of `rows` as if their last prompt token had just been fed.
@@ -121,34 +132,39 @@ class SlotState:
 
         Args:
             positions: [num_rows] rotary position of each row's last prompt token.
-            leads, floors: [num_rows] or one for all, see the attributes of these names; None
-                where nothing reads them.
+            leads, floors: [num_rows] or one for all, see the attributes of these names.
         """
-        eos = [list(r.eos_ids) + [-1] * (self.num_eos_ids - len(r.eos_ids)) for r in rows]
-        slots = [r.slot for r in rows]
-        ints = [
-            [r.num_tokens - 1 for r in rows],
-            [r.max_new_tokens for r in rows],
-            [r.pad_token for r in rows],
+        known: dict[str, Tensor] = {}  # on the device
+
+        def number(name: str, value: Tensor | int) -> int:
+            if isinstance(value, Tensor):
+                known[name] = value
+                return 0
+            return value
+
+        lead, floor = number("rotary_leads", leads), number("rotary_floors", floors)
+        if isinstance(positions, Tensor):
+            known["positions"], positions = positions, [0] * len(rows)
+        no_ids = (-1,) * self.num_eos_ids
+        slots = [row.slot for row in rows]
+        index = self._table.write(
             slots,
-            [r.num_generated for r in rows],
-        ]
-        packed = to_device(
-            torch.tensor(ints + list(zip(*eos, strict=True)), device="cpu"), self.device
+            [
+                (
+                    row.num_tokens - 1,
+                    row.max_new_tokens,
+                    row.num_generated,
+                    row.pad_token,
+                    (*row.eos_ids, *no_ids[len(row.eos_ids) :]),
+                    position,
+                    lead,
+                    floor,
+                )
+                for row, position in zip(rows, positions, strict=True)
+            ],
         )
-        index, narrow = packed[3], packed[:5].to(torch.int32)
-        self.context_lens[index] = narrow[0]
-        self.positions[index] = positions.to(torch.int32)
-        if leads is not None:
-            for state, value in ((self.rotary_leads, leads), (self.rotary_floors, floors)):
-                if isinstance(value, int):
-                    state.index_fill_(0, index, value)
-                else:
-                    state[index] = value.to(torch.int32)
-        self.max_new_tokens[index] = narrow[1]
-        self.pad_token[index] = packed[2]
-        self.eos_ids[index] = packed[5:].T
-        self.num_generated[index] = narrow[4]
+        for name, values in known.items():
+            self._table[name].index_copy_(0, index, values.to(torch.int32).expand(len(rows)))
         # Assigned to an index, a number is copied from the host, which waits for the device.
         self.finished.index_fill_(0, index, False)
 
@@ -170,8 +186,13 @@ class SlotState:
         )
 
     def set_prefix(self, slots: Tensor, num_cached: Tensor) -> None:
-        """Set how many tokens of `slots` [num_rows] are cached before a prefill chunk."""
-        self.prefix_lens[slots] = num_cached.to(torch.int32)
+        """Set how many tokens of `slots` are cached before a prefill chunk.
+
+        Args:
+            slots: [num_rows] int64, each once.
+            num_cached: [num_rows] int32.
+        """
+        self.prefix_lens.index_copy_(0, slots, num_cached)
 
     def put_last_tokens(self, slots: Tensor, ids: Tensor, positions: Tensor) -> None:
         """Write what `slots` [num_rows] int32 feed next to the front of ids and positions.
@@ -216,16 +237,16 @@ class SlotState:
             return
         # Most updates are of one block, and most steps have some: an array makes a tensor sooner
         # than lists of lists do.
-        size = self.max_num_seqs
-        packed = array("q", [table * size + slot for slot, _, ids, table in updates for _ in ids])
-        count = len(packed)
-        packed.extend([first + i for _, first, ids, _ in updates for i in range(len(ids))])
-        packed.extend([block for _, _, ids, _ in updates for block in ids])
-        if count == 0:
+        size, width = self.max_num_seqs, self.max_blocks
+        places, blocks = array("q"), array("i")
+        for slot, first, ids, table in updates:
+            start = (table * size + slot) * width + first
+            places.extend(range(start, start + len(ids)))
+            blocks.extend(ids)
+        if not places:
             return
-        host = torch.frombuffer(packed, dtype=torch.int64).view(3, count)
-        rows, columns, blocks = to_device(host, self.device)
-        self.table_rows[rows, columns] = blocks.to(torch.int32)
+        index, values = upload([np.asarray(places), np.asarray(blocks)], self.device)
+        self.table_rows.view(-1).index_copy_(0, index, values)
 
 
 def report_bytes(num_slots: int) -> int:
@@ -249,13 +270,3 @@ def report_parts(report: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         finished.view(torch.bool),
         failed.view(torch.bool),
     )
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy host values to `device` without waiting for it."""
-    if device.type == "cpu":
-        return values
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-    # Not by torch, which wakes other threads for as little as 256 KB of it.
-    np.copyto(pinned.numpy(), values.numpy())
-    return pinned.to(device, non_blocking=True)

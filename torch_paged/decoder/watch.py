@@ -187,8 +187,9 @@ class ModuleWatch:
         unread: dict[int, list[str]] = {}
         for rotary, change in () if spec is None else changing_rotaries(spec):
             unread.setdefault(id(rotary.ref.module), []).append(change.live)
-        self._child_dicts = [parent._modules for parent in modules]
+        self._child_dicts = [parent._modules for parent in modules if parent._modules]
         self._seen_children = [dict(children) for children in self._child_dicts]
+        self._childless = [parent._modules for parent in modules if not parent._modules]
         # The root's own forward and hooks concern HF's call, which generate() also makes.
         self._call_dicts = [parent.__dict__ for parent in modules]
         self._hook_dicts: list[dict[int, object]] = []
@@ -243,7 +244,7 @@ class ModuleWatch:
 
     def structure_changed(self) -> bool:
         """Say whether modules, classes, hooks, own forwards, numbers or configs have changed."""
-        if not all(map(eq, self._child_dicts, self._seen_children)):
+        if any(self._childless) or not all(map(eq, self._child_dicts, self._seen_children)):
             return True
         if not all(map(is_, self._absent.now(), repeat(None))):
             return True

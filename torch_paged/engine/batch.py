@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.state import RowStart, SlotState, to_device
+from torch_paged.decoder.state import RowStart, SlotState
+from torch_paged.decoder.transfer import to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.draw_history import DrawHistory
 from torch_paged.engine.kv_transfer import copy_pairs, gather_kv, load_kv
@@ -160,7 +161,7 @@ class BatchRun:
                 for slot, length in zip(self._blocks.slots, self._lengths, strict=True)
             ],
             last_positions,
-            None if self._first_span is None else self._first_span - 1 - last_positions,
+            0 if self._first_span is None else self._first_span - 1 - last_positions,
             self._floor,
         )
         return logits

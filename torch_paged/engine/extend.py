@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs, TokenRows
-from torch_paged.decoder.state import SlotState, to_device
+from torch_paged.decoder.state import SlotState
+from torch_paged.decoder.transfer import to_device
 from torch_paged.engine.protocols import StepModel
 from torch_paged.graphs.buckets import pick_bucket
 from torch_paged.graphs.capture import GraphCache

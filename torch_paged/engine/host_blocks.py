@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_paged.cache.pool import KVPool
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.transfer import to_device
 from torch_paged.engine.host_memory import available_bytes
 
 logger = logging.getLogger("torch_paged")

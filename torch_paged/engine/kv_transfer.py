@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.transfer import to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.held_blocks import HeldBlocks
 from torch_paged.engine.packed_prompts import CachedKV, slot_mapping

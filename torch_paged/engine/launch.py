@@ -127,9 +127,9 @@ class StepLauncher:
         needs = self._needs.copy() if decoding else Counter()
         if ending:
             starts = [_row_start(request) for request in ending]
-            # Each row has frequencies as if it were alone.
-            leads = 0 if core.step.has_spans else None
-            core.state.start_rows(starts, packed.last_positions, leads)
+            # Each row has frequencies as if it were alone: it leads by nothing.
+            last = [chunk.start + chunk.length - 1 for chunk in chunks if chunk.is_last]
+            core.state.start_rows(starts, last)
             core.sampling.start_rows([_sampling_start(request) for request in ending])
             for request in ending:
                 needs.update(_needs(_params(request)))

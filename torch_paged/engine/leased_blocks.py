@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_paged.cache.blocks import BlockAllocator
 from torch_paged.cache.pool import KVPool
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.transfer import to_device
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.held_blocks import HeldBlocks
 from torch_paged.engine.packed_prompts import slot_mapping

@@ -8,11 +8,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.transfer import upload
 from torch_paged.engine.packed_prompts import int64_tensor, slot_mapping, token_indices
 from torch_paged.engine.step import PrefillChunk
 
@@ -22,11 +23,10 @@ class PackedChunks(NamedTuple):
 
     Attributes:
         inputs: of the step.
-        prefix: [num_chunks] tokens cached before each chunk.
-        slots: [num_chunks] slots as an index.
+        prefix: [num_chunks] int32 tokens cached before each chunk.
+        slots: [num_chunks] int64 slots.
         sampled: int32 slots of those whose next token the step samples, [num_chunks], -1 for
             chunks that do not end their prompt; the decoding rows in front.
-        last_positions: [num_ending] positions of the last tokens of these.
         targets: [num_scored] int64 prompt tokens that follow the scored ones.
     """
 
@@ -34,7 +34,6 @@ class PackedChunks(NamedTuple):
     prefix: Tensor
     slots: Tensor
     sampled: Tensor
-    last_positions: Tensor
     targets: Tensor
 
 
@@ -59,32 +58,29 @@ def pack_chunks(
         has_spans: the model's keys depend on lengths. A request is as long as if it were alone:
             its prompt is computed in one go, each later token on its own.
     """
-    count, num_holes = len(decoding), int(len(decoding) > 0)
+    count = len(decoding)
     pieces = [(0, chunk.start, chunk.length) for chunk in chunks]
     per_row = _per_row(chunks, scored, decoding)
     index = token_indices(pieces)
     held = [chunk.request.blocks for chunk in chunks]
-    per_token = [_token_ids(chunks), index]
+    per_token = [(_token_ids(chunks), np.int64), (index, np.int32)]
     for table in range(num_tables):
-        per_token.append(slot_mapping(pieces, held, table, block_size, index))
+        per_token.append((slot_mapping(pieces, held, table, block_size, index), np.int64))
     if has_spans:
-        per_token.append(_spans(chunks, index))
-    parts = [np.array([value for part in per_row for value in part], dtype=np.int64)]
-    for values in per_token:
-        parts += [np.full(count, -1), values.numpy()]
-    packed = to_device(torch.from_numpy(np.concatenate(parts)), device)
-    sizes = [len(part) for part in per_row] + [count + len(index)] * len(per_token)
-    rows, prefix, cu_seqlens, last_index, ends, last_positions, following, *tokens = packed.split(
-        sizes
-    )
-    spans = tokens.pop().to(torch.int32) if has_spans else None
+        per_token.append((_spans(chunks, index), np.int32))
+    parts = [np.array(values, dtype=dtype) for values, dtype in per_row]
+    for values, dtype in per_token:
+        part = np.full(count + len(index), -1, dtype=dtype)
+        part[count:] = values.numpy()
+        parts.append(part)
+    rows, slots, prefix, cu_seqlens, last_index, ends, targets, *tokens = upload(parts, device)
+    spans = tokens.pop() if has_spans else None
     ids, positions, *mappings = tokens
-    ends = ends.to(torch.int32)
     inputs = StepInputs(
-        slots=rows.to(torch.int32),
+        slots=slots,
         ids=ids,
-        positions=positions.to(torch.int32),
-        cu_seqlens=cu_seqlens.to(torch.int32),
+        positions=positions,
+        cu_seqlens=cu_seqlens,
         slot_mappings=tuple(mappings),
         last_index=last_index,
         max_query_len=max(chunk.length for chunk in chunks),
@@ -92,13 +88,13 @@ def pack_chunks(
         decoding=ends[:count] if count else None,
         spans=spans,
     )
-    return PackedChunks(inputs, prefix, rows[num_holes:], ends, last_positions, following)
+    return PackedChunks(inputs, prefix, rows, ends, targets)
 
 
 def _per_row(
     chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]], decoding: Sequence[int]
-) -> tuple[list[int], ...]:
-    """Return what has an entry a row: slots and all that `pack_chunks` splits off behind them."""
+) -> list[tuple[list[int], npt.DTypeLike]]:
+    """Return what has an entry a row, in the order of `pack_chunks`, and its dtype."""
     count = len(decoding)
     # Decoding rows are a row without a slot for the attention of prompts.
     hole, origin = ([-1], [0]) if count else ([], [])
@@ -106,10 +102,17 @@ def _per_row(
     starts = [chunk.start for chunk in chunks]
     bounds = [*accumulate((chunk.length for chunk in chunks), initial=count)]
     sampled = [slot if c.is_last else -1 for c, slot in zip(chunks, slots, strict=True)]
-    last = [c.start + c.length - 1 for c in chunks if c.is_last]
     more, targets = _scored(chunks, bounds, scored)
     wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
-    return hole + slots, starts, origin + bounds, wanted, [*decoding, *sampled], last, targets
+    return [
+        (slots, np.int64),
+        (hole + slots, np.int32),
+        (starts, np.int32),
+        (origin + bounds, np.int32),
+        (wanted, np.int64),
+        ([*decoding, *sampled], np.int32),
+        (targets, np.int64),
+    ]
 
 
 def _spans(chunks: Sequence[PrefillChunk], index: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.transfer import upload
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.held_blocks import HeldBlocks
 from torch_paged.engine.packed_prompts import (
@@ -70,23 +72,24 @@ def group_inputs(
     lo = firsts[group[0][0]] + group[0][1] - cached[group[0][0]]
     bounds = running_sums([length for _, _, length in group])
     hi = lo + bounds[-1]
-    num_tables, rows = core.layout.num_tables, len(group)
-    # One transfer; the parts are views of it.
     index = token_indices(group)
-    parts = [np.array([*slots, *starts, *bounds, *(b - 1 for b in bounds[1:])], dtype=np.int64)]
-    for table in range(num_tables):
+    parts: list[npt.NDArray[Any]] = [
+        np.array(slots, dtype=np.int64),
+        np.array(slots, dtype=np.int32),
+        np.array(starts, dtype=np.int32),
+        np.array(bounds, dtype=np.int32),
+        np.array(bounds[1:], dtype=np.int64) - 1,
+    ]
+    for table in range(core.layout.num_tables):
         parts.append(slot_mapping(group, held, table, core.config.block_size, index).numpy())
-    packed = to_device(torch.from_numpy(np.concatenate(parts)), core.device)
-    at, prefix, cu_seqlens, last, *mappings = packed.split(
-        [rows, rows, rows + 1, rows, *[hi - lo] * num_tables]
-    )
-    core.state.set_prefix(at, prefix)
+    rows, at, prefix, cu_seqlens, last, *mappings = upload(parts, core.device)
+    core.state.set_prefix(rows, prefix)
     return StepInputs(
-        slots=at.to(torch.int32),
+        slots=at,
         ids=None if prompts.ids is None else prompts.ids[lo:hi],
         embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
         positions=prompts.positions[lo:hi],
-        cu_seqlens=cu_seqlens.to(torch.int32),
+        cu_seqlens=cu_seqlens,
         slot_mappings=tuple(mappings),
         last_index=last,
         max_query_len=max(length for _, _, length in group),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_paged.decoder.inputs import StepInputs, put_decoding
-from torch_paged.decoder.state import SlotState, to_device
+from torch_paged.decoder.state import SlotState
+from torch_paged.decoder.transfer import upload
 from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
-from torch_paged.engine.packed_prompts import int64_tensor
 from torch_paged.engine.prefill import CapturedPrefill
 from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Score, Tail
 from torch_paged.engine.protocols import StepModel
@@ -86,9 +86,9 @@ def make_rows(slots: Sequence[int], lengths: Collection[int], device: torch.devi
     Args:
         lengths: tokens of each row, or those less one number that is the same for all.
     """
-    index = int64_tensor(array("q", slots)).to(torch.int32)
+    (index,) = upload([np.array(slots, dtype=np.int32)], device)
     alike = max(lengths) - min(lengths) <= ALIKE_TOKENS
-    return Rows(tuple(slots), to_device(index, device), alike)
+    return Rows(tuple(slots), index, alike)
 
 
 class EagerRunner:

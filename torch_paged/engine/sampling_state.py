@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.state import to_device
+from torch_paged.decoder.slot_table import Field, SlotTable
+from torch_paged.decoder.transfer import upload
 from torch_paged.engine.params import SamplingParams
 from torch_paged.engine.top_log import TopTable
 from torch_paged.ops.penalties import mark_seen
@@ -34,21 +36,27 @@ class SamplingState:
         self._device = device
         words = -(-vocab_size // 32)
         self.tops = TopTable(num_slots, device)
-
-        def full(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_slots,), value, dtype=dtype, device=device)
-
+        fields = {
+            "temperature": Field(torch.float64),
+            "top_k": Field(torch.int32),
+            "top_p": Field(torch.float64, 1.0),
+            "min_p": Field(torch.float64),
+            "seeds": Field(torch.int64),
+            "repetition_penalty": Field(torch.float64, 1.0),
+            "min_new_tokens": Field(torch.int32),
+        }
+        self._table = table = SlotTable(num_slots, fields, device)
+        self.temperature, self.top_k = table["temperature"], table["top_k"]
+        self.top_p, self.min_p = table["top_p"], table["min_p"]
+        self.seeds, self.repetition_penalty = table["seeds"], table["repetition_penalty"]
+        self.min_new_tokens = table["min_new_tokens"]
         # Made under inference_mode, they could not be written outside of it.
         with torch.inference_mode(False):
-            self.temperature = full(0.0, torch.float64)
-            self.top_k = full(0, torch.int32)
-            self.top_p = full(1.0, torch.float64)
-            self.min_p = full(0.0, torch.float64)
-            self.seeds = full(0, torch.int64)
-            self.repetition_penalty = full(1.0, torch.float64)
-            self.min_new_tokens = full(0, torch.int32)
             self.seen = torch.zeros((num_slots, words), dtype=torch.int32, device=device)
             self.suppressed = torch.zeros((num_slots, words), dtype=torch.int32, device=device)
+        # Slots with bits in the bitmaps.
+        self._seeing: set[int] = set()
+        self._suppressing: set[int] = set()
 
     def grown(self, num_slots: int) -> SamplingState:
         """Return a larger state with the same rows."""
@@ -56,58 +64,50 @@ class SamplingState:
         for name, tensor in vars(self).items():
             if isinstance(tensor, Tensor):
                 getattr(new, name)[: tensor.shape[0]].copy_(tensor)
+        new._seeing, new._suppressing = set(self._seeing), set(self._suppressing)
         return new
 
     def start_rows(self, rows: Sequence[SamplingStart]) -> None:
         """Write the parameters of rows that begin; nothing waits for the device."""
-        params = [row.params for row in rows]
-        floats = torch.tensor(
-            [
-                [p.temperature for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-                [p.repetition_penalty for p in params],
-            ],
-            dtype=torch.float64,
-            device="cpu",
-        )
-        ints = torch.tensor(
-            [
-                [row.slot for row in rows],
-                [p.top_k for p in params],
-                [p.min_new_tokens for p in params],
-                [_signed(p.seed) for p in params],
-            ],
-            device="cpu",
-        )
-        # One transfer: the floats travel as the integers of their bits.
-        packed = to_device(torch.cat([ints, floats.view(torch.int64)]), self._device)
-        slots, seeds = packed[0], packed[3]
-        _, top_k, min_new_tokens, _ = packed[:4].to(torch.int32)
-        temperature, top_p, min_p, penalty = packed[4:].view(torch.float64)
-        self.temperature[slots] = temperature
-        self.top_k[slots] = top_k
-        self.top_p[slots] = top_p
-        self.min_p[slots] = min_p
-        self.seeds[slots] = seeds
-        self.repetition_penalty[slots] = penalty
-        self.min_new_tokens[slots] = min_new_tokens
-        self._mark(self.seen, slots, [r for r in rows if r.params.repetition_penalty != 1.0])
+        slots = [row.slot for row in rows]
+        index = self._table.write(slots, [_values(row.params) for row in rows])
+        seeing = [row for row in rows if row.params.repetition_penalty != 1.0]
         suppressing = [
             SamplingStart(row.slot, row.params, row.params.suppressed)
             for row in rows
             if row.params.suppressed
         ]
-        self._mark(self.suppressed, slots, suppressing)
+        for mask, marked, marking in (
+            (self.seen, self._seeing, seeing),
+            (self.suppressed, self._suppressing, suppressing),
+        ):
+            # The bitmaps of rows that are not penalised gather tokens, too, beside those that are.
+            if marking or not marked.isdisjoint(slots):
+                mask.index_fill_(0, index, 0)
+                marked.difference_update(slots)
+            self._mark(mask, marking)
+            marked.update(row.slot for row in marking)
 
-    def _mark(self, mask: Tensor, cleared: Tensor, rows: Sequence[SamplingStart]) -> None:
-        mask.index_fill_(0, cleared, 0)
-        if not rows:
+    def _mark(self, mask: Tensor, rows: Sequence[SamplingStart]) -> None:
+        tokens = [np.array(row.token_ids, dtype=np.int64) for row in rows]
+        if not tokens:
             return
-        slots = torch.tensor([row.slot for row in rows for _ in row.token_ids], device="cpu")
-        tokens = torch.tensor([token for row in rows for token in row.token_ids], device="cpu")
-        packed = to_device(torch.stack([slots, tokens]), self._device)
-        mark_seen(mask, packed[0].to(torch.int32), packed[1])
+        of_rows = np.array([row.slot for row in rows], dtype=np.int32)
+        slots = np.repeat(of_rows, [len(ids) for ids in tokens])
+        mark_seen(mask, *upload([slots, np.concatenate(tokens)], self._device))
+
+
+def _values(params: SamplingParams) -> tuple[float, ...]:
+    """Return the values of a row in the order of the table's fields."""
+    return (
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        _signed(params.seed),
+        params.repetition_penalty,
+        params.min_new_tokens,
+    )
 
 
 def _signed(seed: int) -> int:

@@ -192,7 +192,7 @@ def _run(model: Any, session: Session, call: Call, run_method: Any) -> Any:
     core, step = session.core, session.step
     assert core is not None and step is not None
     config, kwargs = call.generation_config, dict(call.model_kwargs)
-    prompts, columns = pack(step, core, call.input_ids, kwargs, config)
+    prompts, columns = pack(step, core, call, call.input_ids)
     cache, width = seams.call_cache(kwargs), call.input_ids.shape[1]
     draft_seams.record_past(cache)
     keeps = wanted_kv(cache, bool(config.return_dict_in_generate), core)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,7 +57,7 @@ def decide(model: Any, session: Session, call: Call) -> Decision:
     if reasons:
         return Decision(None, reasons)
     loop, why = _choose_loop(session, call)
-    max_new_tokens, eos_ids = _limits(call)
+    max_new_tokens, eos_ids = call.limits
     if max_new_tokens is None and loop != "stepped":
         loop, why = "stepped", ["there is no length limit"]
     return Decision(loop, why, max_new_tokens, eos_ids)
@@ -84,7 +83,7 @@ def fallback_reasons(model: Any, session: Session, call: Call, method: str) -> l
 
 def _padding_reasons(call: Call) -> list[str]:
     """Hugging Face raises where it has to go on from such a token, unless it is the last one."""
-    pad, (_, eos) = call.generation_config.pad_token_id, _limits(call)
+    pad, eos = call.generation_config.pad_token_id, call.limits.eos_ids
     if eos is None or call.input_ids.shape[0] == 1 or not isinstance(pad, int) or pad >= 0:
         return []
     return [f"rows that have ended emit pad_token_id={pad}"]
@@ -201,7 +200,7 @@ def _image_reasons(session: Session, call: Call, method: str) -> list[str]:
 def _recomputes(session: Session, call: Call) -> bool:
     """Say whether a sequence is computed anew between the first cached token and the last."""
     assert session.step is not None
-    width, (max_new, _) = call.input_ids.shape[1], _limits(call)
+    width, max_new = call.input_ids.shape[1], call.limits.max_new_tokens
     first = num_past_columns(seams.call_cache(call.model_kwargs)) or width
     return session.step.recomputes(
         first, width - first + (1 << 62 if max_new is None else max_new)
@@ -252,21 +251,15 @@ def _mask_reasons(session: Session, call: Call) -> list[str]:
         return why
     if mask is None:
         return []
-    real = mask != 0
-    empty = ~real.any(-1)
-    step = session.step
+    facts, step = call.mask_facts, session.step
+    assert facts is not None
     if step.keeps_state and ((mask != 0) & (mask != 1)).any():
         # What enters a state is multiplied by the mask.
         return ["a mask of other numbers than 0 and 1, and layers with a state"]
-    counts_places = step.has_window or step.keeps_state or step.counts_columns
-    holes = (
-        (real[:, 1:] < real[:, :-1]).any() if counts_places else torch.tensor(False, device="cpu")
-    )
-    right = (~real[:, -1] & ~empty).any()
-    right_padded, holed = torch.stack([right.cpu(), holes.cpu()]).tolist()
-    if right_padded:
+    if facts.right_padded:
         return ["right padding"]
-    if not holed:
+    counts_places = step.has_window or step.keeps_state or step.counts_columns
+    if not (facts.holed and counts_places):
         return []
     what = "a sliding window" if step.has_window else "layers with a state"
     if step.counts_columns:
@@ -282,7 +275,7 @@ def _position_reasons(
     Hugging Face raises there, once it is reached; before that, a row may end.
     """
     assert session.step is not None
-    limit, (max_new, _) = session.step.max_positions, _limits(call)
+    limit, max_new = session.step.max_positions, call.limits.max_new_tokens
     if not limit:
         return []
     first = width if positions is None or not positions.numel() else int(positions.max()) + 1
@@ -299,7 +292,7 @@ def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
     unknown = unknown_processors(call.logits_processor, session.step.vocab_size)
     why = [f"{name} runs between the steps" for name in unknown]
     rows, width = call.input_ids.shape
-    max_new_tokens, _ = _limits(call)
+    max_new_tokens = call.limits.max_new_tokens
     if max_new_tokens is not None and is_long(rows, width + max_new_tokens):
         if looks_back(call.logits_processor):
             why.append("a processor looks back at more ids than fit beside the step")
@@ -316,16 +309,3 @@ def _choose_loop(session: Session, call: Call) -> tuple[Loop, list[str]]:
     if why:
         return "stepped", why
     return ("lagged", ["a streamer"]) if call.streamer is not None else ("device", [])
-
-
-def _limits(call: Call) -> tuple[int | None, tuple[int, ...] | None]:
-    max_length, eos = None, None
-    for criterion in call.stopping_criteria:
-        if type(criterion) is seams.MaxLengthCriteria:
-            limit = criterion.max_length
-            max_length = limit if max_length is None else min(max_length, limit)
-        elif type(criterion) is seams.EosTokenCriteria:
-            eos = (eos or ()) + tuple(criterion.eos_token_id.reshape(-1).tolist())
-    if max_length is None or not math.isfinite(max_length):
-        return None, eos
-    return max(math.ceil(max_length) - call.input_ids.shape[1], 1), eos

@@ -116,7 +116,7 @@ class Drafter:
             token
             for criterion in criteria
             if type(criterion) is seams.EosTokenCriteria
-            for token in criterion.eos_token_id.reshape(-1).tolist()
+            for token in seams.end_tokens(criterion, config)
         )
         own = generator.logits_processor
         self._lasts = all(
@@ -143,8 +143,7 @@ class Drafter:
         assert core is not None and step is not None and self._call is not None
         run = self._run
         if run is None:
-            call = self._call
-            prompts, _ = pack(step, core, ids, call.model_kwargs, call.generation_config)
+            prompts, _ = pack(step, core, self._call, ids)
             run = self._run = self._rows.enter_context(RowRun(core, prompts))
             self._padding = ids.shape[1] - run.num_tokens
             return run.prefill()

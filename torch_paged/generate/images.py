@@ -15,8 +15,9 @@ from torch import Tensor
 from torch_paged.engine.batch import Keeps, PackedPrompts
 from torch_paged.errors import UnsupportedFeatureError
 from torch_paged.generate.call import Call
+from torch_paged.generate.masks import real_columns
 from torch_paged.generate.past import Columns, cached_kv, num_past_columns, text_positions
-from torch_paged.generate.prompts import Prompts, pack, real_columns
+from torch_paged.generate.prompts import Prompts, pack
 from torch_paged.generate.session import Session
 from torch_paged.patches import image_seams, seams
 
@@ -72,7 +73,7 @@ def prompts_of(session: Session, call: Call, keeps: Keeps) -> Prompts:
     if not is_own_prefill(call):
         core = session.core
         assert core is not None
-        return pack(session.step, core, call.input_ids, kwargs, call.generation_config)
+        return pack(session.step, core, call, call.input_ids)
     given = seams.call_cache(kwargs)
     past = given if num_past_columns(given) else None
     ids, config = call.input_ids, call.generation_config

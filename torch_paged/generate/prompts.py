@@ -10,7 +10,9 @@ from torch import Tensor
 from torch_paged.decoder.step import DecoderStep
 from torch_paged.engine.batch import PackedPrompts
 from torch_paged.engine.core import EngineCore
+from torch_paged.generate.call import Call
 from torch_paged.generate.leased_cache import CacheLease, reusable
+from torch_paged.generate.masks import MaskFacts, with_last
 from torch_paged.generate.past import (
     Columns,
     cached_kv,
@@ -32,12 +34,15 @@ class Prompts(NamedTuple):
 def pack(
     step: DecoderStep | PatchedStep,
     core: EngineCore,
+    call: Call,
     input_ids: Tensor,
-    kwargs: dict[str, Any],
-    config: Any,
 ) -> Prompts:
-    """Drop the padding: rows one after the other, with the positions that generate gave them."""
-    device = step.device
+    """Drop the padding: rows one after the other, with the positions that generate gave them.
+
+    Args:
+        input_ids: what is to be run; for drafts other ids than those of the call.
+    """
+    device, kwargs, config = step.device, call.model_kwargs, call.generation_config
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     tokens = input_ids if embeds is None else embeds
     positions, cache = text_positions(kwargs.get("position_ids")), seams.call_cache(kwargs)
@@ -48,17 +53,18 @@ def pack(
     if positions is None:
         positions = torch.arange(past, past + width, device="cpu").expand(rows, width)
     positions = positions[:, -width:].to(device).expand(rows, width)
-    copies = _copies(tokens, mask, positions) if not past and rows > 1 else None
+    facts = call.mask_facts
+    copies = _copies(tokens, facts, positions) if not past and rows > 1 else None
     if copies is not None:
         firsts = [copies.index(prompt) for prompt in range(max(copies) + 1)]
         index = torch.tensor(firsts, device=tokens.device)
         tokens, positions = tokens[index], positions[index.to(device)]
-        mask = None if mask is None else mask[index.to(mask.device)]
         rows = len(firsts)
     lease = reusable(cache, step.cache_layers, core) if past else None
     real, lengths, cached = None, (past + width,) * rows, (past,) * rows
-    if mask is not None:
-        real, lengths = _real_and_lengths(mask, device)
+    if facts is not None:
+        facts = facts if copies is None else facts.of_rows(firsts)
+        real, lengths = _real_and_lengths(facts, device)
     if real is None:
         if lease is not None and lease.view.real is not None:
             lease = None
@@ -91,31 +97,16 @@ def pack(
     return Prompts(prompts, columns)
 
 
-def real_columns(mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return where a mask has tokens, [rows, columns]; None where they are everywhere."""
-    if mask is None:
-        return None
-    return _with_last(mask.to(device) != 0)
-
-
-def _real_and_lengths(mask: Tensor, device: torch.device) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return `real_columns`, None also where they are everywhere, and the tokens of each row.
-
-    The host has to wait for the lengths. Where nothing is padded that is all it waits for.
-    """
-    real = mask.to(device) != 0
-    lengths = real.sum(-1).tolist()
-    if min(lengths) == mask.shape[1]:
-        return None, tuple(lengths)
-    if 0 in lengths:
-        real = _with_last(real)
-    return real, tuple(max(length, 1) for length in lengths)
-
-
-def _with_last(real: Tensor) -> Tensor:
-    """Let a row that is all padding give an answer: its last token stands for it."""
-    real[:, -1] |= ~real.any(-1)
-    return real
+def _real_and_lengths(
+    facts: MaskFacts, device: torch.device
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return where a mask has tokens, None where they are everywhere, and those of each row."""
+    if min(facts.lengths) == facts.real.shape[1]:
+        return None, facts.lengths
+    real = facts.real.to(device)
+    if 0 in facts.lengths:
+        real = with_last(real)
+    return real, tuple(max(length, 1) for length in facts.lengths)
 
 
 def _differences(real: Tensor, lease: CacheLease, num_columns: int) -> Tensor:
@@ -125,7 +116,7 @@ def _differences(real: Tensor, lease: CacheLease, num_columns: int) -> Tensor:
     return (~here if known is None else here != known[:, :num_columns]).sum(-1)
 
 
-def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int, ...] | None:
+def _copies(tokens: Tensor, mask: MaskFacts | None, positions: Tensor) -> tuple[int, ...] | None:
     """Number the prompts and return that of each row; None if no two are equal.
 
     Embeddings are compared with those of the row before, where they are.
@@ -140,7 +131,7 @@ def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int
         return None
     others = [positions.cpu().numpy()]
     if mask is not None:
-        others.append((mask != 0).cpu().numpy())
+        others.append(mask.on_host)
     numbers: dict[tuple[Any, ...], int] = {}
     copies = []
     for row, key in enumerate(keys):
@@ -149,4 +140,4 @@ def _copies(tokens: Tensor, mask: Tensor | None, positions: Tensor) -> tuple[int
     return tuple(copies) if len(numbers) < len(copies) else None
 
 
-__all__ = ["Prompts", "pack", "real_columns"]
+__all__ = ["Prompts", "pack"]

@@ -235,5 +235,5 @@ def _pad_token(call: Call, decision: Decision) -> int:
     """Return the id that finished rows emit, or -1 where they go on with real tokens."""
     if not _pads_finished_rows(call):
         return -1
-    pad, _ = seams.special_token_tensors(call.generation_config)
-    return -1 if pad is None else int(pad)
+    pad = seams.pad_token(call.generation_config)
+    return -1 if pad is None else pad

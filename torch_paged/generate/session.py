@@ -75,6 +75,7 @@ class Session:
         self._verified: set[tuple[torch.device, torch.dtype]] = set()
         self._placement = ""
         self._undecided = False
+        self._configs: tuple[Any, Any] = (None, None)
         self.read()
 
     @property
@@ -133,7 +134,7 @@ class Session:
 
     def _use(self, step: DecoderStep | PatchedStep) -> None:
         self.step = step
-        text = self.model.config.get_text_config()
+        text = self._text_config()
         limit = step.max_positions or getattr(text, "max_position_embeddings", None)
         limit = limit or _MAX_TABLE_TOKENS
         length = min(int(limit), _MAX_TABLE_TOKENS)
@@ -141,10 +142,19 @@ class Session:
         # A session ends with its model.
         weakref.finalize(self, self.core.leases.end_of_model).atexit = False
 
+    def _text_config(self) -> Any:
+        """Return the text part of the model's config; transformers takes 10 us to find it."""
+        config, text = self._configs
+        if config is not self.model.config:
+            config = self.model.config
+            text = config.get_text_config()
+            self._configs = (config, text)
+        return text
+
     def _outer_reason(self) -> str:
         """Say what rules out both of our tiers, or return ""."""
         reason = placement_reason(self.model) or hook_reason(self.model)
-        reason = reason or foreign_attention_reason(self.model)
+        reason = reason or foreign_attention_reason(self._text_config())
         named = self.config.kv_cache_dtype
         dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
         if not reason and named not in ("auto", dtype):
@@ -158,7 +168,7 @@ class Session:
             changed = self._placement != self._outer_reason()
         else:
             changed = self.step.watch.structure_changed() or any(global_forward_hooks())
-            changed |= bool(foreign_attention_reason(self.model))
+            changed |= bool(foreign_attention_reason(self._text_config()))
             changed |= (self.step.device, self.step.dtype) != self.core.made_for
         if changed:
             self.read()

@@ -30,12 +30,12 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
         AttentionInterface.register(name, function)
 
 
-def foreign_attention_reason(model: Any) -> str:
-    """Say whether the model's attention is one that somebody else registered, or "".
+def foreign_attention_reason(config: Any) -> str:
+    """Say whether attention by a text config is one that somebody else registered, or "".
 
     What is registered under a name of transformers' own counts as its own.
     """
-    name = model.config.get_text_config()._attn_implementation
+    name = config._attn_implementation
     if name in ("eager", "sdpa", "flex_attention") or str(name).startswith("flash_attention"):
         return ""
     function = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None

@@ -169,6 +169,32 @@ def special_token_tensors(config: GenerationConfig) -> tuple[Any, Any]:
     )
 
 
+def end_tokens(criterion: Any, config: GenerationConfig) -> tuple[int, ...]:
+    """Return the ids that a criterion ends rows with; `config` is that it was made by."""
+    tensor = criterion.eos_token_id
+    _, eos = special_token_tensors(config)
+    return _on_host(tensor, config.eos_token_id if tensor is eos else None)
+
+
+def pad_token(config: GenerationConfig) -> int | None:
+    """Return the id that rows are filled with that have ended, None where there is none."""
+    pad, eos = special_token_tensors(config)
+    if pad is None:
+        return None
+    if config.pad_token_id is None and eos is not None:
+        return int(_on_host(eos, config.eos_token_id)[0])  # as `generate` chooses it
+    return int(_on_host(pad, config.pad_token_id)[0])
+
+
+def _on_host(tensor: Any, given: Any) -> tuple[int, ...]:
+    """Return ids that `generate` has put on the device from what was given, without waiting."""
+    ids = (given,) if type(given) is int else given
+    if isinstance(ids, list | tuple) and len(ids) == tensor.numel():
+        if all(type(token) is int for token in ids):
+            return tuple(ids)
+    return tuple(tensor.reshape(-1).tolist())
+
+
 def merge_generation_config(
     model: Any, config: GenerationConfig | None, overrides: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
