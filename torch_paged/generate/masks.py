@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,30 +23,31 @@ class MaskFacts(NamedTuple):
     """
 
     real: Tensor
-    on_host: npt.NDArray[np.bool_]
+    on_host: Tensor
     lengths: tuple[int, ...]
     right_padded: bool
     holed: bool
 
     def of_rows(self, rows: Sequence[int]) -> MaskFacts:
         """Return what is known of some of the rows."""
-        index = to_device(torch.tensor(rows, device="cpu"), self.real.device)
-        return _facts(self.real.index_select(0, index), self.on_host[rows])
+        index = torch.tensor(rows, device="cpu")
+        real = self.real.index_select(0, to_device(index, self.real.device))
+        return _facts(real, self.on_host.index_select(0, index))
 
 
 def read_mask(mask: Tensor) -> MaskFacts:
     """Read a mask; waits for the device, once."""
     real = mask != 0
-    return _facts(real, real.cpu().numpy())
+    return _facts(real, real.cpu())
 
 
-def _facts(real: Tensor, host: npt.NDArray[np.bool_]) -> MaskFacts:
-    lengths = host.sum(-1)
+def _facts(real: Tensor, host: Tensor) -> MaskFacts:
+    lengths = tuple(host.sum(-1).tolist())
     holed = right_padded = False
-    if int(lengths.sum()) != host.size:
+    if sum(lengths) != host.numel():
         holed = bool((host[:, 1:] < host[:, :-1]).any())
-        right_padded = bool(((lengths > 0) & ~host[:, -1]).any())
-    return MaskFacts(real, host, tuple(lengths.tolist()), right_padded, holed)
+        right_padded = bool((host.any(-1) & ~host[:, -1]).any())
+    return MaskFacts(real, host, lengths, right_padded, holed)
 
 
 def real_columns(mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -59,7 +58,8 @@ def real_columns(mask: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def with_last(real: Tensor) -> Tensor:
-    """Let a row that is all padding give an answer: its last token stands for it."""
+    """Return where rows have tokens; one that is all padding gives an answer by its last."""
+    real = real.clone()
     real[:, -1] |= ~real.any(-1)
     return real
 

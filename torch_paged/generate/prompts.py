@@ -131,7 +131,7 @@ def _copies(tokens: Tensor, mask: MaskFacts | None, positions: Tensor) -> tuple[
         return None
     others = [positions.cpu().numpy()]
     if mask is not None:
-        others.append(mask.on_host)
+        others.append(mask.on_host.numpy())
     numbers: dict[tuple[Any, ...], int] = {}
     copies = []
     for row, key in enumerate(keys):
