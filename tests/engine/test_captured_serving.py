@@ -142,11 +142,11 @@ def test_a_prompt_runs_op_by_op_where_the_inputs_of_a_graph_have_no_memory(
 ) -> None:
     failures: list[Any] = []
 
-    def full(size: Any, *args: Any) -> None:
-        failures.append(size)
+    def full(room: Any, *args: Any, **kwargs: Any) -> None:
+        failures.append(room)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(prompt_graphs, "_make_static", full)
+    monkeypatch.setattr(prompt_graphs, "StaticInputs", full)
     answers = Answers(small_model())
     with make_engine(small_model(), max_num_seqs=4) as engine:
         capture(core_of(engine), ReplayingGraphs())

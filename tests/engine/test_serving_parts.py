@@ -116,9 +116,8 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
         ],
         4,
         1,
-        CPU,
     )
-    inputs = packed.inputs
+    inputs = packed.on_device(CPU).inputs
     assert inputs.ids is not None and inputs.positions is not None
     assert inputs.ids.tolist() == [13, 14, 20, 21, 30, 44, 45, 46]
     assert inputs.positions.tolist() == [3, 4, 5, 6, 0, 4, 5, 6]
@@ -127,16 +126,16 @@ def test_chunks_are_packed_with_their_tokens_and_places() -> None:
     assert inputs.cu_seqlens.tolist() == [0, 4, 5, 8]
     assert inputs.last_index is not None and inputs.last_index.tolist() == [3, 4, 7]
     assert inputs.slots.tolist() == [3, 0, 6] and inputs.max_query_len == 4
-    assert packed.prefix.tolist() == [3, 0, 4]
-    assert packed.sampled.tolist() == [3, 0, -1]
+    assert packed.piece_slots == [3, 0, 6] and packed.num_tokens == 8
+    assert packed.ends.tolist() == [3, 0, -1]
 
 
 def test_decoding_rows_come_in_front_of_the_chunks() -> None:
     one = request_of(3, [10, 11, 12, 13, 14], [], [7, 5])
     two = request_of(0, [30], [], [2])
     chunks = [PrefillChunk(one, 2, 2, False), PrefillChunk(two, 0, 1, True)]
-    packed = pack_chunks(chunks, 4, 1, CPU, decoding=[6, 1, 4])
-    inputs = packed.inputs
+    packed = pack_chunks(chunks, 4, 1, decoding=[6, 1, 4])
+    inputs = packed.on_device(CPU).inputs
     assert inputs.decoding is not None and inputs.decoding.tolist() == [6, 1, 4]
     assert inputs.decoding.dtype == torch.int32
     state = SlotState(8, 1, 1, CPU)
@@ -150,8 +149,8 @@ def test_decoding_rows_come_in_front_of_the_chunks() -> None:
     assert inputs.last_index is not None and inputs.last_index.tolist() == [0, 1, 2, 4, 5]
     (mapping,) = inputs.slot_mappings
     assert mapping.tolist() == [-1, -1, -1, 30, 31, 8]
-    assert packed.sampled.tolist() == [6, 1, 4, -1, 0]
-    assert packed.slots.tolist() == [3, 0] and packed.prefix.tolist() == [2, 0]
+    assert packed.ends.tolist() == [6, 1, 4, -1, 0]
+    assert packed.piece_slots == [3, 0] and packed.num_tokens == 3
 
 
 def test_padding_rows_put_valid_tokens() -> None:
@@ -165,7 +164,7 @@ def test_padding_rows_put_valid_tokens() -> None:
 def test_a_chunk_whose_tokens_are_not_known_is_refused() -> None:
     request = request_of(0, [1, 2], [3], [0, 1])
     with pytest.raises(AssertionError, match="must be known"):
-        pack_chunks([PrefillChunk(request, 0, 5, True)], 4, 1, CPU)
+        pack_chunks([PrefillChunk(request, 0, 5, True)], 4, 1)
 
 
 def sampling_of(vocab: int, starts: list[SamplingStart], num_slots: int = 6) -> SamplingState:

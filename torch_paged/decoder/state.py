@@ -185,14 +185,10 @@ class SlotState:
             self.num_unfinished,
         )
 
-    def set_prefix(self, slots: Tensor, num_cached: Tensor) -> None:
-        """Set how many tokens of `slots` are cached before a prefill chunk.
-
-        Args:
-            slots: [num_rows] int64, each once.
-            num_cached: [num_rows] int32.
-        """
-        self.prefix_lens.index_copy_(0, slots, num_cached)
+    def set_prefix(self, slots: Sequence[int], num_cached: Sequence[int]) -> None:
+        """Set how many tokens of `slots`, each once, are cached before a prefill chunk."""
+        index, values = np.array(slots, dtype=np.int64), np.array(num_cached, dtype=np.int32)
+        self.prefix_lens.index_copy_(0, *upload([index, values], self.device))
 
     def put_last_tokens(self, slots: Tensor, ids: Tensor, positions: Tensor) -> None:
         """Write what `slots` [num_rows] int32 feed next to the front of ids and positions.

@@ -12,7 +12,6 @@ from torch_paged.engine.job import Batch, Job, Row
 from torch_paged.engine.packed_prompts import int64_tensor
 from torch_paged.engine.packing import pack_chunks
 from torch_paged.engine.params import SamplingParams
-from torch_paged.engine.prompt_graphs import PrefillEnd
 from torch_paged.engine.request import Request
 from torch_paged.engine.runner import make_rows
 from torch_paged.engine.sampling_state import SamplingStart
@@ -111,19 +110,13 @@ class StepLauncher:
         core = self._core
         size, num_tables = core.config.block_size, core.layout.num_tables
         decoding = () if batch is None else batch.on_device.slots
-        packed = pack_chunks(
-            chunks,
-            size,
-            num_tables,
-            core.device,
-            scored,
-            decoding,
-            has_spans=core.step.has_spans,
+        inputs = pack_chunks(
+            chunks, size, num_tables, scored, decoding, has_spans=core.step.has_spans
         )
-        score = ChunkScores(chunks, scored, packed.targets) if packed.targets.numel() else None
+        score = ChunkScores(chunks, scored) if len(inputs.targets) else None
         ending = [chunk.request for chunk in chunks if chunk.is_last]
         runner = core.runner()
-        core.state.set_prefix(packed.slots, packed.prefix)
+        core.state.set_prefix(inputs.piece_slots, [chunk.start for chunk in chunks])
         needs = self._needs.copy() if decoding else Counter()
         if ending:
             starts = [_row_start(request) for request in ending]
@@ -133,10 +126,8 @@ class StepLauncher:
             core.sampling.start_rows([_sampling_start(request) for request in ending])
             for request in ending:
                 needs.update(_needs(_params(request)))
-        end = None
-        if ending or decoding:
-            end = PrefillEnd(packed.sampled, self._tail(needs))
-        runner.serve_prefill(packed.inputs, end, score)
+        tail = self._tail(needs) if ending or decoding else None
+        runner.serve_prefill(inputs, tail, score)
 
     def _rows_now(self) -> Batch:
         if self._batch is None:

@@ -5,49 +5,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.transfer import upload
 from torch_paged.engine.packed_prompts import int64_tensor, slot_mapping, token_indices
+from torch_paged.engine.prompt_inputs import Array, PromptInputs
 from torch_paged.engine.step import PrefillChunk
-
-
-class PackedChunks(NamedTuple):
-    """Packed chunks on the device.
-
-    Attributes:
-        inputs: of the step.
-        prefix: [num_chunks] int32 tokens cached before each chunk.
-        slots: [num_chunks] int64 slots.
-        sampled: int32 slots of those whose next token the step samples, [num_chunks], -1 for
-            chunks that do not end their prompt; the decoding rows in front.
-        targets: [num_scored] int64 prompt tokens that follow the scored ones.
-    """
-
-    inputs: StepInputs
-    prefix: Tensor
-    slots: Tensor
-    sampled: Tensor
-    targets: Tensor
 
 
 def pack_chunks(
     chunks: Sequence[PrefillChunk],
     block_size: int,
     num_tables: int,
-    device: torch.device,
     scored: Sequence[tuple[int, int]] = (),
     decoding: Sequence[int] = (),
     *,
     has_spans: bool = False,
-) -> PackedChunks:
-    """Pack chunks, in order, with a single transfer.
+) -> PromptInputs:
+    """Pack chunks, in order.
 
     Args:
         num_tables: block tables of the layers.
@@ -60,59 +38,37 @@ def pack_chunks(
     """
     count = len(decoding)
     pieces = [(0, chunk.start, chunk.length) for chunk in chunks]
-    per_row = _per_row(chunks, scored, decoding)
-    index = token_indices(pieces)
     held = [chunk.request.blocks for chunk in chunks]
-    per_token = [(_token_ids(chunks), np.int64), (index, np.int32)]
-    for table in range(num_tables):
-        per_token.append((slot_mapping(pieces, held, table, block_size, index), np.int64))
-    if has_spans:
-        per_token.append((_spans(chunks, index), np.int32))
-    parts = [np.array(values, dtype=dtype) for values, dtype in per_row]
-    for values, dtype in per_token:
-        part = np.full(count + len(index), -1, dtype=dtype)
-        part[count:] = values.numpy()
-        parts.append(part)
-    rows, slots, prefix, cu_seqlens, last_index, ends, targets, *tokens = upload(parts, device)
-    spans = tokens.pop() if has_spans else None
-    ids, positions, *mappings = tokens
-    inputs = StepInputs(
-        slots=slots,
-        ids=ids,
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        slot_mappings=tuple(mappings),
-        last_index=last_index,
-        max_query_len=max(chunk.length for chunk in chunks),
-        lengths=tuple(chunk.length for chunk in chunks),
-        decoding=ends[:count] if count else None,
-        spans=spans,
-    )
-    return PackedChunks(inputs, prefix, rows, ends, targets)
-
-
-def _per_row(
-    chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]], decoding: Sequence[int]
-) -> list[tuple[list[int], npt.DTypeLike]]:
-    """Return what has an entry a row, in the order of `pack_chunks`, and its dtype."""
-    count = len(decoding)
+    index = token_indices(pieces)
     # Decoding rows are a row without a slot for the attention of prompts.
     hole, origin = ([-1], [0]) if count else ([], [])
     slots = [_slot(chunk) for chunk in chunks]
-    starts = [chunk.start for chunk in chunks]
     bounds = [*accumulate((chunk.length for chunk in chunks), initial=count)]
     sampled = [slot if c.is_last else -1 for c, slot in zip(chunks, slots, strict=True)]
     more, targets = _scored(chunks, bounds, scored)
     wanted = [*range(count), *(bound - 1 for bound in bounds[1:]), *more]
-    return [
-        (slots, np.int64),
-        (hole + slots, np.int32),
-        (starts, np.int32),
-        (origin + bounds, np.int32),
-        (wanted, np.int64),
-        ([*decoding, *sampled], np.int32),
-        (targets, np.int64),
-    ]
+
+    def per_token(values: Tensor, dtype: npt.DTypeLike) -> Array:
+        array = np.full(count + len(index), -1, dtype=dtype)
+        array[count:] = values.numpy()
+        return array
+
+    return PromptInputs(
+        slots=np.array(hole + slots, dtype=np.int32),
+        cu_seqlens=np.array(origin + bounds, dtype=np.int32),
+        last_index=np.array(wanted, dtype=np.int64),
+        slot_mappings=tuple(
+            per_token(slot_mapping(pieces, held, table, block_size, index), np.int64)
+            for table in range(num_tables)
+        ),
+        ids=per_token(_token_ids(chunks), np.int64),
+        positions=per_token(index, np.int32),
+        spans=per_token(_spans(chunks, index), np.int32) if has_spans else None,
+        ends=np.array([*decoding, *sampled], dtype=np.int32),
+        targets=np.array(targets, dtype=np.int64),
+        num_decoding=count,
+        lengths=tuple(chunk.length for chunk in chunks),
+    )
 
 
 def _spans(chunks: Sequence[PrefillChunk], index: Tensor) -> Tensor:
@@ -156,4 +112,4 @@ def _token_ids(chunks: Sequence[PrefillChunk]) -> Tensor:
     return int64_tensor(ids)
 
 
-__all__ = ["PackedChunks", "pack_chunks"]
+__all__ = ["pack_chunks"]

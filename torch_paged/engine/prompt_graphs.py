@@ -31,13 +31,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs, put_decoding
+from torch_paged.decoder.inputs import put_decoding
 from torch_paged.decoder.state import SlotState
 from torch_paged.engine.large_prompts import (
     LARGE_TOKEN_BUCKETS,
     large_token_buckets,
     most_large_padding,
 )
+from torch_paged.engine.prompt_inputs import PromptInputs, Room, StaticInputs
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.scores import scored_words
 from torch_paged.engine.top_log import top_size
@@ -79,27 +80,14 @@ class Tail(Protocol):
         ...
 
 
-class PrefillEnd(NamedTuple):
-    """What follows a prefill that finishes prompts, or has decoding rows beside it.
-
-    Attributes:
-        slots: int32, of each row in the order of the logits; -1 for those whose prompt goes on.
-    """
-
-    slots: Tensor
-    tail: Tail
-
-
 class Score(Protocol):
     """What becomes of the logits of scored tokens.
 
     Attributes:
         count: most likely tokens that are reported of each.
-        targets: [num_scored] int64, the tokens that follow.
     """
 
     count: int
-    targets: Tensor
 
     def take(self, words: Tensor) -> None:
         """Take what `scored_words` makes of them, with at least `count` likeliest tokens."""
@@ -117,13 +105,10 @@ class _Size(NamedTuple):
     def chunks(self) -> int:
         return next(chunks for tokens, chunks in _CHUNKS if self.tokens <= tokens)
 
-
-class _Static(NamedTuple):
-    """What a graph reads; `ends` are the slots of decoding rows, then of chunks that end."""
-
-    inputs: StepInputs
-    ends: Tensor
-    targets: Tensor
+    @property
+    def room(self) -> Room:
+        scored = self.tokens if self.tops >= 0 else 0
+        return Room(self.tokens, self.chunks, self.decoding, scored)
 
 
 class PromptGraphs:
@@ -147,14 +132,13 @@ class PromptGraphs:
         self._max_padding = _PADDING_FLOPS / max(flops, 1.0)
         self._max_large_padding = most_large_padding(flops)
         self._max_scored = _SCORED_BYTES // (step.vocab_size * step.dtype.itemsize)
-        self._static: dict[_Size, _Static] = {}
+        self._static: dict[_Size, StaticInputs] = {}
         self._met: Counter[_Size] = Counter()
 
-    def run(self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None) -> bool:
+    def run(self, inputs: PromptInputs, tail: Tail | None, score: Score | None = None) -> bool:
         """Run a step; False where it has no graph: then nothing was done."""
         sizes = self._sizes(inputs, score)
         size = next(sizes, None)
-        tail = None if end is None else end.tail
         if size is not None:
             self._met[size] += 1
             if self._met[size] < _MEETINGS:
@@ -165,39 +149,42 @@ class PromptGraphs:
         static = self._prepared(key, inputs, size, tail)
         if static is None:
             return False
-        _load(static, inputs, size)
-        if end is not None:
-            _load_ends(static.ends, inputs, end.slots, size)
-        if score is not None:
-            _put(static.targets, score.targets, 0)
+        static.load(inputs)
         words = self._graphs.replay(key)
         if score is not None:
             assert words is not None
             # The next replay writes there.
-            score.take(words[: score.targets.shape[0]].clone())
+            score.take(words[: len(inputs.targets)].clone())
         return True
 
     def _key(self, size: _Size, tail: Tail | None) -> Hashable:
         return ("serve prefill", self._step.variant, *size, None if tail is None else tail.key)
 
     def _prepared(
-        self, key: Hashable, inputs: StepInputs, size: _Size, tail: Tail | None
-    ) -> _Static | None:
+        self, key: Hashable, inputs: PromptInputs, size: _Size, tail: Tail | None
+    ) -> StaticInputs | None:
         """Return what the graph of a key reads, None where there is no graph."""
         if not self._graphs.may_capture(_KIND, key):
             return None
         static = self._static.get(size)
         if static is None:
-            num_tables, has_spans = len(inputs.slot_mappings), inputs.spans is not None
             try:
-                static = _make_static(size, num_tables, self._state.device, has_spans)
+                static = StaticInputs(
+                    size.room,
+                    len(inputs.slot_mappings),
+                    self._state.device,
+                    has_spans=inputs.spans is not None,
+                    tokens_on_host=True,
+                )
             except torch.OutOfMemoryError as error:
                 self._graphs.refuse(_KIND, key, error)
                 return None
             self._static[size] = static
         return static if self._prepare(key, static, size, tail) else None
 
-    def _prepare(self, key: Hashable, static: _Static, size: _Size, tail: Tail | None) -> bool:
+    def _prepare(
+        self, key: Hashable, static: StaticInputs, size: _Size, tail: Tail | None
+    ) -> bool:
         if key in self._graphs:
             return True
 
@@ -220,13 +207,11 @@ class PromptGraphs:
             mapping.fill_(-1)
         return self._graphs.prepare(_KIND, key, whole_step, warmup=whole_step)
 
-    def _sizes(self, inputs: StepInputs, score: Score | None) -> Iterator[_Size]:
+    def _sizes(self, inputs: PromptInputs, score: Score | None) -> Iterator[_Size]:
         """Yield what has room for a step, ascending, as long as a graph is worth the padding."""
         if inputs.ids is None:
             return
-        decoding = 0 if inputs.decoding is None else inputs.decoding.shape[0]
-        num_tokens = inputs.ids.shape[0] - decoding
-        num_chunks = inputs.slots.shape[0] - (decoding > 0)
+        decoding, num_tokens = inputs.num_decoding, inputs.num_tokens
         tops = -1 if score is None else top_size(score.count)
         most_rows = self._decoding_buckets[-1]
         for tokens in self._token_buckets[bisect_left(self._token_buckets, num_tokens) :]:
@@ -240,74 +225,8 @@ class PromptGraphs:
             if score is not None and tokens > self._max_scored:
                 return
             size = _Size(tokens, rows, tops)
-            if num_chunks <= size.chunks:
+            if inputs.num_pieces <= size.chunks:
                 yield size
 
 
-def _make_static(size: _Size, num_tables: int, device: torch.device, has_spans: bool) -> _Static:
-    hole = int(size.decoding > 0)
-    num_tokens, num_rows = size.decoding + size.tokens, size.decoding + size.chunks
-    num_scored = size.tokens if size.tops >= 0 else 0
-
-    def full(count: int, dtype: torch.dtype, value: int = 0) -> Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
-
-    with torch.inference_mode(False):
-        ends = full(num_rows, torch.int32, -1)
-        last_index = full(num_rows + num_scored, torch.int64)
-        last_index[: size.decoding] = torch.arange(size.decoding, device=device)
-        inputs = StepInputs(
-            slots=full(hole + size.chunks, torch.int32, -1),
-            ids=full(num_tokens, torch.int64),
-            positions=full(num_tokens, torch.int32),
-            cu_seqlens=full(hole + size.chunks + 1, torch.int32),
-            slot_mappings=tuple(full(num_tokens, torch.int64, -1) for _ in range(num_tables)),
-            last_index=last_index,
-            max_query_len=size.tokens,
-            decoding=ends[: size.decoding] if hole else None,
-            spans=full(num_tokens, torch.int32, 1) if has_spans else None,
-        )
-        targets = full(num_scored, torch.int64)
-    return _Static(inputs, ends, targets)
-
-
-def _load(static: _Static, inputs: StepInputs, size: _Size) -> None:
-    """Copy a step's chunks into static inputs; the rest becomes padding.
-
-    The front, of the decoding rows, stays as it is: the graph writes it.
-    """
-    count = 0 if inputs.decoding is None else inputs.decoding.shape[0]
-    hole, shift = int(count > 0), size.decoding - count
-    into = static.inputs
-    assert into.ids is not None and inputs.ids is not None
-    assert into.positions is not None and inputs.positions is not None
-    assert into.last_index is not None and inputs.last_index is not None
-    assert into.cu_seqlens is not None and inputs.cu_seqlens is not None
-    _put(into.ids[size.decoding :], inputs.ids[count:], 0)
-    _put(into.positions[size.decoding :], inputs.positions[count:], 0)
-    for mapping, new_mapping in zip(into.slot_mappings, inputs.slot_mappings, strict=True):
-        _put(mapping[size.decoding :], new_mapping[count:], -1)
-    if into.spans is not None and inputs.spans is not None:
-        _put(into.spans[size.decoding :], inputs.spans[count:], 1)
-    _put(into.slots[hole:], inputs.slots[hole:], -1)
-    last = inputs.last_index[count:] + shift
-    num_rows, stop = inputs.slots.shape[0] - hole, size.decoding + size.chunks
-    _put(into.last_index[size.decoding : stop], last[:num_rows], 0)
-    _put(into.last_index[stop:], last[num_rows:], 0)
-    # Padding rows are empty: they begin and end where the last real one ends.
-    num_tokens = inputs.ids.shape[0] + shift
-    _put(into.cu_seqlens[hole:], inputs.cu_seqlens[hole:] + shift, num_tokens)
-
-
-def _load_ends(ends: Tensor, inputs: StepInputs, slots: Tensor, size: _Size) -> None:
-    count = 0 if inputs.decoding is None else inputs.decoding.shape[0]
-    _put(ends[: size.decoding], slots[:count], -1)
-    _put(ends[size.decoding :], slots[count:], -1)
-
-
-def _put(target: Tensor, values: Tensor, fill: int) -> None:
-    target[: values.shape[0]].copy_(values)
-    target[values.shape[0] :].fill_(fill)
-
-
-__all__: Sequence[str] = ["PrefillEnd", "PromptGraphs", "Score", "Tail"]
+__all__: Sequence[str] = ["PromptGraphs", "Score", "Tail"]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs
-from torch_paged.decoder.transfer import upload
 from torch_paged.engine.core import EngineCore
 from torch_paged.engine.held_blocks import HeldBlocks
 from torch_paged.engine.packed_prompts import (
@@ -20,6 +16,7 @@ from torch_paged.engine.packed_prompts import (
     slot_mapping,
     token_indices,
 )
+from torch_paged.engine.prompt_inputs import PromptInputs
 
 # Of a prompt: its number, the first token of the piece and the tokens of it.
 Piece = tuple[int, int, int]
@@ -59,7 +56,7 @@ def group_inputs(
     slots: Sequence[int],
     held: Sequence[Sequence[HeldBlocks]],
     span: Tensor | None,
-) -> StepInputs:
+) -> PromptInputs:
     """Return what a forward over a group takes, and tell the state how much is cached before it.
 
     Args:
@@ -73,29 +70,22 @@ def group_inputs(
     bounds = running_sums([length for _, _, length in group])
     hi = lo + bounds[-1]
     index = token_indices(group)
-    parts: list[npt.NDArray[Any]] = [
-        np.array(slots, dtype=np.int64),
-        np.array(slots, dtype=np.int32),
-        np.array(starts, dtype=np.int32),
-        np.array(bounds, dtype=np.int32),
-        np.array(bounds[1:], dtype=np.int64) - 1,
+    mappings = [
+        slot_mapping(group, held, table, core.config.block_size, index).numpy()
+        for table in range(core.layout.num_tables)
     ]
-    for table in range(core.layout.num_tables):
-        parts.append(slot_mapping(group, held, table, core.config.block_size, index).numpy())
-    rows, at, prefix, cu_seqlens, last, *mappings = upload(parts, core.device)
-    core.state.set_prefix(rows, prefix)
-    return StepInputs(
-        slots=at,
-        ids=None if prompts.ids is None else prompts.ids[lo:hi],
-        embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
-        positions=prompts.positions[lo:hi],
-        cu_seqlens=cu_seqlens,
+    core.state.set_prefix(slots, starts)
+    return PromptInputs(
+        slots=np.array(slots, dtype=np.int32),
+        cu_seqlens=np.array(bounds, dtype=np.int32),
+        last_index=np.array(bounds[1:], dtype=np.int64) - 1,
         slot_mappings=tuple(mappings),
-        last_index=last,
-        max_query_len=max(length for _, _, length in group),
+        ids=None if prompts.ids is None else prompts.ids[lo:hi],
+        positions=prompts.positions[lo:hi],
+        spans=None if span is None else span.to(torch.int32).expand(hi - lo).contiguous(),
+        embeddings=None if prompts.embeddings is None else prompts.embeddings[lo:hi],
         lengths=tuple(length for _, _, length in group),
         whole_prompt=starts == [0],
-        spans=None if span is None else span.to(torch.int32).expand(hi - lo).contiguous(),
     )
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_paged.decoder.inputs import StepInputs, put_decoding
+from torch_paged.decoder.inputs import put_decoding
 from torch_paged.decoder.state import SlotState
 from torch_paged.decoder.transfer import upload
 from torch_paged.engine.extend import CapturedExtension, Extension, extend_eagerly
 from torch_paged.engine.prefill import CapturedPrefill
-from torch_paged.engine.prompt_graphs import PrefillEnd, PromptGraphs, Score, Tail
+from torch_paged.engine.prompt_graphs import PromptGraphs, Score, Tail
+from torch_paged.engine.prompt_inputs import PromptInputs
 from torch_paged.engine.protocols import StepModel
 from torch_paged.engine.sampler import Sampler
 from torch_paged.engine.scores import scored_words
@@ -43,7 +44,7 @@ class Rows:
 class Runner(Protocol):
     """Launches steps; nothing here waits for the device."""
 
-    def prefill(self, inputs: StepInputs) -> Tensor:
+    def prefill(self, inputs: PromptInputs) -> Tensor:
         """Run packed prompts; logits [num_rows, vocab_size], valid until the next launch."""
         ...
 
@@ -56,14 +57,14 @@ class Runner(Protocol):
         ...
 
     def serve_prefill(
-        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+        self, inputs: PromptInputs, tail: Tail | None, score: Score | None = None
     ) -> None:
         """Run packed chunks and rows that decode beside them, then the end of both.
 
         If it raises, no row has got a token.
 
         Args:
-            end: None where no row samples a token.
+            tail: None where no row samples a token.
             score: of the tokens that `last_index` has behind those of the rows.
         """
         ...
@@ -98,8 +99,8 @@ class EagerRunner:
         self._step = step
         self._state = state
 
-    def prefill(self, inputs: StepInputs) -> Tensor:
-        return self._step.prefill(inputs)
+    def prefill(self, inputs: PromptInputs) -> Tensor:
+        return self._step.prefill(inputs.on_device(self._state.device).inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         self._state.advance(sampler(self.logits(rows)), rows.index)
@@ -108,15 +109,16 @@ class EagerRunner:
         tail(self.logits(rows), rows.index)
 
     def serve_prefill(
-        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+        self, inputs: PromptInputs, tail: Tail | None, score: Score | None = None
     ) -> None:
-        put_decoding(self._state, inputs)
-        logits = self._step.prefill(inputs)
+        there, ends, targets = inputs.on_device(self._state.device)
+        put_decoding(self._state, there)
+        logits = self._step.prefill(there)
         if score is not None:
-            scored = logits[-score.targets.shape[0] :]
-            score.take(scored_words(scored, score.targets, score.count))
-        if end is not None:
-            end.tail(logits[: end.slots.shape[0]], end.slots)
+            scored = logits[-targets.shape[0] :]
+            score.take(scored_words(scored, targets, score.count))
+        if tail is not None:
+            tail(logits[: ends.shape[0]], ends)
 
     def logits(self, rows: Rows) -> Tensor:
         with rows_alike(rows.alike):
@@ -165,9 +167,10 @@ class CapturedRunner:
             if cares_for_lengths(step.device, step.dtype, size, shape.num_kv_heads, shape.head_dim)
         }
 
-    def prefill(self, inputs: StepInputs) -> Tensor:
+    def prefill(self, inputs: PromptInputs) -> Tensor:
         # The padding tokens of a bucket would go into the states.
-        return self._step.prefill(inputs) if self._step.keeps_state else self._prefill(inputs)
+        run = self._eager.prefill if self._step.keeps_state else self._prefill
+        return run(inputs)
 
     def decode(self, rows: Rows, sampler: Sampler) -> None:
         bucket = pick_bucket(len(rows), self._buckets)
@@ -198,11 +201,11 @@ class CapturedRunner:
             start = stop
 
     def serve_prefill(
-        self, inputs: StepInputs, end: PrefillEnd | None, score: Score | None = None
+        self, inputs: PromptInputs, tail: Tail | None, score: Score | None = None
     ) -> None:
         # The padding tokens of a bucket would go into states.
-        if self._step.keeps_state or not self._prompt_graphs.run(inputs, end, score):
-            self._eager.serve_prefill(inputs, end, score)
+        if self._step.keeps_state or not self._prompt_graphs.run(inputs, tail, score):
+            self._eager.serve_prefill(inputs, tail, score)
 
     def _serve_part(self, rows: Rows, tail: Tail) -> None:
         bucket = pick_bucket(len(rows), self._buckets)

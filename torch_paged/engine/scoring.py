@@ -58,19 +58,12 @@ class ChunkScores:
 
     Args:
         scored: of each chunk, how many tokens are skipped, and then scored.
-        targets: [num_scored] int64, the tokens that follow.
 
     Attributes:
         count: most likely tokens that some chunk asks for.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[PrefillChunk],
-        scored: Sequence[tuple[int, int]],
-        targets: Tensor,
-    ) -> None:
-        self.targets = targets
+    def __init__(self, chunks: Sequence[PrefillChunk], scored: Sequence[tuple[int, int]]) -> None:
         self.count = max(_count(c) for c, (_, num) in zip(chunks, scored, strict=True) if num)
         self._spans = list(zip(chunks, scored, strict=True))
 
