@@ -155,6 +155,48 @@ def test_default_dtype(dtype, model, device, accelerate) -> None:
     assert torch.equal(got_sampled.result, sampled.result)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_default_dtype_makes_no_tensor_of_ours(dtype, model, device, accelerate) -> None:
+    ids, _ = padded_prompts((5, 5), device)
+    forced = {"forced_eos_token_id": 3, "sequence_bias": [[[4], 2.0], [[6, 7], -3.0]]}
+    expected = greedy(model, ids, 6, **forced)
+    accelerate(model)
+
+    def served() -> tuple[list[list[float]], list[list[float]]]:
+        with torch_paged.Engine(model) as engine:
+            for row in ids.tolist():
+                engine.add_request(row, max_new_tokens=4, logprobs=3, prompt_logprobs=2)
+            outputs = list(engine.run().values())
+        assert [out.error for out in outputs] == [None, None]
+        return [out.logprobs for out in outputs], [out.prompt_logprobs[1:] for out in outputs]
+
+    found = served()
+    torch_paged.restore(model)
+    accelerate(model)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert served() == found
+        assert torch.equal(greedy(model, ids, 6, **forced), expected)
+        with torch_paged.recorded_logprobs(model) as recorded:
+            greedy(model, ids, 4)
+        assert recorded.raw.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_an_engine_made_under_autocast_leaves_the_model_accelerated(
+    model, device, accelerate
+) -> None:
+    ids, _ = padded_prompts((5, 5), device)
+    expected = greedy(model, ids, 6)
+    accelerate(model)
+    with torch.autocast(device.type, torch.bfloat16):
+        torch_paged.Engine(model).close()
+    assert torch_paged.explain(model).tier == "fused"
+    assert torch.equal(greedy(model, ids, 6), expected)
+
+
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"top_p": 0.9}], ids=str)
 def test_default_device(options, model, device, accelerate) -> None:
     """On `meta`, whatever is made without a device shows."""

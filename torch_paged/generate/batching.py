@@ -157,7 +157,7 @@ def drop_cached_manager(model: Any) -> None:
     """End a persistent manager of ours, so that transformers' own comes next."""
     cached = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(cached, EngineManager):
-        cached.stop(block=True, hard_stop=True)
+        cached.destroy()
         del model._cached_continuous_batching_manager
 
 

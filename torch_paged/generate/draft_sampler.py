@@ -53,7 +53,9 @@ class DraftSampler:
         self._watches_ids = watches_ids
         on_gpu = shape.device.type == "cuda"
         with torch.inference_mode(False):
-            self.scores = torch.zeros((depth, shape.vocab_size), device=shape.device)
+            self.scores = torch.zeros(
+                (depth, shape.vocab_size), dtype=torch.float32, device=shape.device
+            )
             # [depth, 2]: a token, and its probability among the scores.
             self._record = torch.zeros((depth, 2), dtype=torch.float64, device=shape.device)
             self._slots = torch.zeros(1, dtype=torch.int32, device=shape.device)

@@ -101,7 +101,9 @@ class RecordingSampler:
         self._watches_ids = watches_ids
         self._history = TokenHistory(shape.num_rows, capacity, shape.device)
         with torch.inference_mode(False):
-            self._record = torch.zeros((num_steps, 3, shape.num_rows), device=shape.device)
+            self._record = torch.zeros(
+                (num_steps, 3, shape.num_rows), dtype=torch.float32, device=shape.device
+            )
             self._slots = torch.zeros(shape.num_rows, dtype=torch.int32, device=shape.device)
         self._counts = self._finished = self._slots
 

@@ -19,6 +19,8 @@ from torch_paged.log import logger, warn_once
 from torch_paged.patches import seams
 
 _UNLIMITED = 1 << 40
+# Seconds after which a wait for the last request looks whether anybody still runs them.
+_PATIENCE = 0.05
 
 
 class EngineManager(seams.ContinuousBatchingManager):
@@ -47,6 +49,8 @@ class EngineManager(seams.ContinuousBatchingManager):
         self._lock = threading.Lock()
         self._num_named = 0
         self._accepts = True
+        self._ending = threading.Lock()  # so that what ends one session leaves the next alone
+        self._num_starts = 0
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A kept manager is an attribute of the model: copies and pickles of that have none.
@@ -74,9 +78,11 @@ class EngineManager(seams.ContinuousBatchingManager):
         self.warmed_up = True
 
     def start(self) -> None:
-        self._accepts = True
-        self.background_thread_status.clear()
-        self._service.start()
+        with self._ending:
+            self._num_starts += 1
+            self._accepts = True
+            self.background_thread_status.clear()
+            self._service.start()
 
     def stop(
         self,
@@ -85,23 +91,44 @@ class EngineManager(seams.ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Let what is left finish, or cancel it with `hard_stop`, and end the thread."""
+        """Let what is left finish, or cancel it with `hard_stop`, and end the thread.
+
+        Raises:
+            RuntimeError: this thread is within `pause`, where nothing can finish.
+        """
+        if self._service.thread is None:
+            logger.warning("the continuous batching manager does not run: nothing to stop")
+            return
+        if self._service.pauses.held_here:
+            raise RuntimeError(
+                "stop() was called within pause(), where no request can finish; leave the block "
+                "first"
+            )
         self._accepts = False
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
         if hard_stop:
             self._service.cancel_all("the manager was stopped before the request had ended")
-        finish = partial(self._finish, timeout)
-        if block:
+        finish = partial(self._finish, self._num_starts, timeout)
+        # A callback of a request is called by the thread that it would wait for.
+        if block and threading.current_thread() is not self._service.thread:
             finish()
         else:
             threading.Thread(target=finish, name="torch_paged stop", daemon=True).start()
 
-    def _finish(self, timeout: float | None) -> None:
-        if self._service.wait_until_idle(timeout):
-            self._service.stop()
-        else:
-            logger.warning("requests are left after %s s; the engine goes on with them", timeout)
+    def _finish(self, num_starts: int, timeout: float | None) -> None:
+        """End the thread once all requests have ended, unless it was started anew meanwhile."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        while not self._service.wait_until_idle(_PATIENCE):
+            if self._num_starts != num_starts or self._service.thread is None:
+                return
+            if ends is not None and time.monotonic() >= ends:
+                what = "requests are left after %s s; the engine goes on with them"
+                logger.warning(what, timeout)
+                return
+        with self._ending:
+            if self._num_starts == num_starts:
+                self._service.stop()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         thread = self._service.thread
@@ -113,7 +140,16 @@ class EngineManager(seams.ContinuousBatchingManager):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        with self._service.session().lock:
+        """Let no step run within the block, e.g. to write to the weights; requests stay.
+
+        Several threads may be within one at the same time.
+
+        Raises:
+            RuntimeError: the manager does not run.
+        """
+        if not self.is_running():
+            raise RuntimeError("cannot pause a continuous batching manager that does not run")
+        with self._service.pauses.paused(self._service.session().lock):
             yield
 
     def add_request(
@@ -226,9 +262,15 @@ class EngineManager(seams.ContinuousBatchingManager):
         )
 
     def _names(self, count: int) -> list[str]:
+        """Return ids that nobody uses."""
+        names: list[str] = []
         with self._lock:
-            first, self._num_named = self._num_named, self._num_named + count
-        return [f"req_{i}" for i in range(first, first + count)]
+            while len(names) < count:
+                name = f"req_{self._num_named}"
+                self._num_named += 1
+                if not self._service.has(name):
+                    names.append(name)
+        return names
 
 
 class _Deliveries:

@@ -34,7 +34,8 @@ def selftest_reason(model: Any, core: EngineCore) -> str:
     """Return "" if prefill and decode agree with `model(...)` on a short random prompt."""
     ids = random_ids(model, _PROMPT_TOKENS + _DECODE_TOKENS).to(core.device)
     routing = ForcedRouting(core.step)
-    with torch.no_grad():
+    # Where the caller has autocast on, the answer must hold outside of that, too.
+    with torch.no_grad(), torch.autocast(core.device.type, enabled=False):
         with _left_alone(core), eager_attention(model), routing.noting():
             outputs = own_outputs(model, ids, _PROMPT_TOKENS)
             expected = torch.stack([out.logits[0, -1] for out in outputs])

@@ -26,7 +26,7 @@ from torch_paged.generate.jobs import make_jobs
 from torch_paged.generate.registry import disabled, find_session
 from torch_paged.generate.request_params import Merge, RememberedMerge, resolve_params
 from torch_paged.generate.session import Session
-from torch_paged.generate.stepping import Mailbox, Stepper, on_device
+from torch_paged.generate.stepping import Mailbox, Pauses, Stepper, on_device
 from torch_paged.generate.values import hashable, prompt_list
 from torch_paged.log import logger
 from torch_paged.patches import seams
@@ -44,6 +44,9 @@ class Service:
         target: an accelerated model.
         host_bytes: host memory for preempted requests; None: what the model's `Config` says.
 
+    Attributes:
+        pauses: who keeps it from stepping.
+
     Raises:
         UnsupportedModelError: neither tier fits the model.
     """
@@ -59,6 +62,7 @@ class Service:
         self._inbox: deque[Job | _Cancel] = deque()
         self._entering: Job | _Cancel | None = None  # first in the inbox, on its way to the engine
         self._mailboxes: list[Mailbox] = []
+        self.pauses = Pauses()
         self._on_stop: list[Callable[[], None]] = []
         self._merge = RememberedMerge(seams.merge_generation_config)
         self._idle = threading.Event()
@@ -83,7 +87,8 @@ class Service:
     @property
     def is_open(self) -> bool:
         """Whether requests may be added: not after `close`, nor after the model was restored."""
-        return not self._closed and find_session(self.target) is not None
+        own = self._process == os.getpid()  # not the parent's
+        return own and not self._closed and find_session(self.target) is not None
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -100,6 +105,10 @@ class Service:
     def num_live(self) -> int:
         """Sequences that have not ended."""
         return len(self._live)
+
+    def has(self, request_id: Hashable) -> bool:
+        """Say whether a request or a sequence of this id has not ended."""
+        return request_id in self._live or request_id in self._sequences
 
     def describe(self) -> str:
         """Return how busy it is, for a progress bar."""
@@ -145,12 +154,14 @@ class Service:
         hashable("request_id", request_id)
         with self._mutex:
             self._check_open()
-            if request_id not in self._live:
+            names = self._sequences.get(request_id)
+            if names is None and request_id in self._live:
+                names = {request_id}
+            if names is None:
                 raise KeyError(
                     f"request_id {request_id!r} is not running: it never was here, or it has "
                     "ended; a request that may have ended meanwhile is cancelled within try"
                 )
-            names = self._sequences.get(request_id, {request_id})
             self._inbox.extend(_Cancel(name) for name in names)
         self._stepper.notify()
 
@@ -197,6 +208,8 @@ class Service:
         number = next(self._counter)
         if request_id is None:
             request_id = f"req_{number}"
+            while self.has(request_id):  # somebody has chosen it
+                request_id = f"req_{next(self._counter)}"
         jobs = make_jobs(
             session,
             ids,
@@ -218,7 +231,7 @@ class Service:
             with self._mutex:
                 self._check_open()
                 for name in names:
-                    if name in self._live:
+                    if self.has(name):
                         raise ValueError(f"request_id {name!r} is in use; choose another, or None")
                 has_begun = True
                 self._inbox.extend(jobs)
@@ -271,20 +284,26 @@ class Service:
             time.sleep(_PAUSE)
 
     def _advance(self, *, tokens: bool) -> list[RequestOutput]:
-        with on_device(self.session()):
-            session = self.session()  # accelerate() may have run while we waited
-            if self._is_stepping:
-                raise TorchPagedError("step, stream and run must not be called from a callback")
-            self._is_stepping = True
-            try:
-                engine = self._serving(session)
-                self._empty_inbox(engine)
-                engine.step()
-            finally:
-                self._is_stepping = False
-            wanted = tokens or any(mailbox.tokens for mailbox in self._mailboxes)
-            outputs, ended = engine.take_outputs(tokens=wanted)
-            self._deliver(outputs, ended)
+        while True:
+            self.pauses.wait()
+            with on_device(self.session()):
+                if not self.pauses.hold_here:
+                    return self._step(tokens=tokens)
+
+    def _step(self, *, tokens: bool) -> list[RequestOutput]:
+        session = self.session()  # accelerate() may have run while we waited
+        if self._is_stepping:
+            raise TorchPagedError("step, stream and run must not be called from a callback")
+        self._is_stepping = True
+        try:
+            engine = self._serving(session)
+            self._empty_inbox(engine)
+            engine.step()
+        finally:
+            self._is_stepping = False
+        wanted = tokens or any(mailbox.tokens for mailbox in self._mailboxes)
+        outputs, ended = engine.take_outputs(tokens=wanted)
+        self._deliver(outputs, ended)
         return outputs
 
     def weights_changed(self) -> None:
@@ -382,12 +401,16 @@ class Service:
 
     def _advance_alone(self) -> None:
         """Take a step that must not raise: nobody is there to catch it."""
+        if not self.pauses.wait(_PATIENCE):
+            return
         lock = self._model_lock()
         # Whoever holds the model may be waiting for this thread to end.
         if not lock.acquire(timeout=_PATIENCE):
             return
         try:
-            self._advance(tokens=False)
+            with on_device(self.session()):
+                if not self.pauses.hold_here:
+                    self._step(tokens=False)
         except Exception as error:
             if not self._closed:
                 logger.exception("a step of the engine failed")

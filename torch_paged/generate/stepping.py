@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -98,6 +99,45 @@ class Stepper:
             thread.join()
 
 
+class Pauses:
+    """Who keeps others from stepping; several threads may at the same time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: Counter[int] = Counter()  # by the thread that began them
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this thread is within a pause."""
+        return threading.get_ident() in self._held
+
+    @property
+    def hold_here(self) -> bool:
+        """Whether this thread must not step, for others pause."""
+        return bool(self._held) and not self.held_here
+
+    @contextlib.contextmanager
+    def paused(self, lock: threading.RLock) -> Iterator[None]:
+        """Keep other threads from stepping; begins between two steps, which `lock` guards."""
+        thread = threading.get_ident()  # another one may leave the block
+        with self._changed:
+            self._held[thread] += 1
+        try:
+            with lock:  # whoever takes it from here on sees the pause
+                pass
+            yield
+        finally:
+            with self._changed:
+                self._held[thread] -= 1
+                self._held += Counter()  # without those at zero
+                self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until this thread may step; say whether it may."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.hold_here, timeout)
+
+
 class _Alarm:
     """Wakes a thread; may ring anywhere, also from a finalizer in that thread."""
 
@@ -153,4 +193,4 @@ def on_device(session: Session) -> Iterator[None]:
             yield
 
 
-__all__ = ["Mailbox", "Stepper", "on_device"]
+__all__ = ["Mailbox", "Pauses", "Stepper", "on_device"]

@@ -111,7 +111,7 @@ class ForcedAt:
 
     def __init__(self, shape: Shape, ids: Sequence[int]) -> None:
         with torch.inference_mode(False):
-            forced = torch.full((shape.vocab_size,), -math.inf, device="cpu")
+            forced = torch.full((shape.vocab_size,), -math.inf, dtype=torch.float32, device="cpu")
             forced[list(ids)] = 0
             self._forced = forced.to(shape.device)
         self._at = shape.number()
@@ -188,7 +188,7 @@ class SequenceBias:
         for ids, bias in biases:
             groups.setdefault(len(ids), []).append((ids, bias))
         with torch.inference_mode(False):
-            single = torch.zeros(shape.vocab_size, device="cpu")
+            single = torch.zeros(shape.vocab_size, dtype=torch.float32, device="cpu")
             for ids, bias in groups.pop(1, []):
                 single[ids[0]] = bias
             self._single = single.to(shape.device)
@@ -197,7 +197,9 @@ class SequenceBias:
                 (
                     torch.tensor([ids[:-1] for ids, _ in group], device=shape.device),
                     torch.tensor([ids[-1] for ids, _ in group], device=shape.device),
-                    torch.tensor([bias for _, bias in group], device=shape.device),
+                    torch.tensor(
+                        [bias for _, bias in group], dtype=torch.float32, device=shape.device
+                    ),
                 )
                 for group in groups.values()
             ]

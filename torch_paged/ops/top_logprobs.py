@@ -31,7 +31,7 @@ def top_logprobs_reference(logits: torch.Tensor, count: int) -> tuple[torch.Tens
     """Take the `count` largest of ``log_softmax(logits.float())``, as the docstring above says."""
     num_rows, vocab_size = logits.shape
     ids = torch.full((num_rows, count), -1, dtype=torch.int32, device=logits.device)
-    logprobs = torch.full((num_rows, count), -torch.inf, device=logits.device)
+    logprobs = torch.full((num_rows, count), -torch.inf, dtype=torch.float32, device=logits.device)
     x = logits.float()
     bits = torch.where(x == 0.0, 0.0, x).view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill_(x.isnan(), 0x7FFFFFFF)
