@@ -6,7 +6,7 @@ import argparse
 import gc
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -16,9 +16,26 @@ from benchmarks import shapes
 from benchmarks.runs import fresh_ids, open_run
 from benchmarks.timing import span_ms, synchronize
 
+# A large size is captured when it is met for the fourth time.
+WARM_UPS = 4
 
-def prefill_once(model: Any, rows: int, length: int) -> tuple[float, float, float]:
-    """Return host, device and wall milliseconds of one prefill of fresh ids."""
+
+class Prefill(NamedTuple):
+    """Milliseconds of a prefill.
+
+    Attributes:
+        host: until everything is launched.
+        span: of the device from the beginning of the call; with `queued`, device time alone.
+        wall: until the logits are there.
+    """
+
+    host: float
+    span: float
+    wall: float
+
+
+def prefill_once(model: Any, rows: int, length: int, *, queued: bool = False) -> Prefill:
+    """Time one prefill of fresh ids."""
     ids = fresh_ids(model, rows, length)
     synchronize(model.device)
     start = time.perf_counter()
@@ -32,18 +49,20 @@ def prefill_once(model: Any, rows: int, length: int) -> tuple[float, float, floa
             out.append(run.prefill())
             host = time.perf_counter() - start
 
-        device = span_ms(prefill, model.device)
+        span = span_ms(prefill, model.device, queued=queued)
         wall = time.perf_counter() - start
         assert torch.isfinite(out[0]).all()
-    return 1e3 * host, device, 1e3 * wall
+    return Prefill(1e3 * host, span, 1e3 * wall)
 
 
-def hf_prefill_once(model: Any, rows: int, length: int) -> float:
-    """Return device milliseconds of Hugging Face's own prefill of fresh ids, cache included."""
+def hf_prefill_once(model: Any, rows: int, length: int, *, queued: bool = False) -> float:
+    """Return milliseconds of Hugging Face's own prefill of fresh ids, cache included."""
     ids = fresh_ids(model, rows, length)
     synchronize(model.device)
     with torch.inference_mode():
-        return span_ms(lambda: model(ids, use_cache=True, logits_to_keep=1), model.device)
+        return span_ms(
+            lambda: model(ids, use_cache=True, logits_to_keep=1), model.device, queued=queued
+        )
 
 
 def prefill_flops(model: Any, rows: int, length: int) -> float:
@@ -66,13 +85,16 @@ def main() -> None:
         model = torch_paged.accelerate(shapes.build(name), on_unsupported="raise")
         torch_paged.explain(model)
         for rows, length in ((1, 512), (1, 2048), (1, 8192), (128, 128)):
-            for _ in range(3):
+            for _ in range(WARM_UPS):
                 prefill_once(model, rows, length)
             times = [prefill_once(model, rows, length) for _ in range(5)]
-            host, device, wall = (statistics.median(t[i] for t in times) for i in range(3))
+            host, span, wall = (statistics.median(t[i] for t in times) for i in range(3))
+            device = statistics.median(
+                prefill_once(model, rows, length, queued=True).span for _ in range(5)
+            )
             print(
-                f"{name} {rows} x {length}: host {host:.2f} ms, device {device:.2f} ms, "
-                f"wall {wall:.2f} ms",
+                f"{name} {rows} x {length}: device {device:.2f} ms, host {host:.2f} ms, "
+                f"device from the call on {span:.2f} ms, wall {wall:.2f} ms",
                 flush=True,
             )
             if args.profile:

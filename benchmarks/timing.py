@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+# 30 ms of an H200.
+_SPIN_CYCLES = 60_000_000
+
 
 class Timing(NamedTuple):
     """A measured value with its spread over the repetitions."""
@@ -44,13 +47,20 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(kind)
 
 
-def span_ms(run: Callable[[], Any], device: torch.device) -> float:
-    """Return milliseconds of what `run` does on the device: CUDA events, else wall time."""
+def span_ms(run: Callable[[], Any], device: torch.device, *, queued: bool = False) -> float:
+    """Return milliseconds of what `run` does on the device: CUDA events, else wall time.
+
+    Args:
+        queued: the device is kept busy until `run` has launched everything, so that none of it
+            waits for the host: device time alone.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queued:
+        torch.cuda._sleep(_SPIN_CYCLES)
     begin.record()
     run()
     end.record()
