@@ -18,6 +18,7 @@ from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.scheduler import Scheduler
 from torch_paged.engine.step import ScheduledStep
 from torch_paged.engine.token_log import TokenLog
+from torch_paged.engine.uninterrupted import uninterrupted
 from torch_paged.engine.weights import PrefixGuard
 
 # Steps that the log holds: a row's tokens are read from it in pieces of about half of that.
@@ -175,7 +176,8 @@ class ServingEngine:
             self._is_stale = True
             if self._num_steps % _STEPS_AHEAD == 0:
                 self._grow_ahead(scheduler)
-            scheduled = scheduler.schedule()
+            with uninterrupted:
+                scheduled = scheduler.schedule()
             self._swap_blocks(scheduled)
             step, self._num_steps = self._num_steps, self._num_steps + 1
             self._note_ends(scheduled.finished)
@@ -277,13 +279,14 @@ class ServingEngine:
         """
         jobs = self._ledger.forget_rows(self._num_steps)
         scheduler = self._scheduler
-        if scheduler is not None:
-            self._num_preempted_before += scheduler.num_preemptions
-        for job in jobs:
-            if scheduler is not None and self._owns_blocks():
-                scheduler.finish(job.request.request_id, "error")
-            job.request = _fresh(job.request)
-        self._scheduler = self._launcher = self._swap = self._allocator = None
+        with uninterrupted:
+            if scheduler is not None:
+                self._num_preempted_before += scheduler.num_preemptions
+            for job in jobs:
+                if scheduler is not None and self._owns_blocks():
+                    scheduler.finish(job.request.request_id, "error")
+                job.request = _fresh(job.request)
+            self._scheduler = self._launcher = self._swap = self._allocator = None
         return jobs
 
     def _enter(self, job: Job) -> None:
@@ -291,7 +294,8 @@ class ServingEngine:
         if self._scheduler is None:
             self._scheduler = self._make_scheduler()
         self._guard.check(job.request)
-        self._scheduler.add(job.request)
+        with uninterrupted:
+            self._scheduler.add(job.request)
 
     def _make_scheduler(self) -> Scheduler:
         core, config = self._core, self._config
@@ -323,7 +327,9 @@ class ServingEngine:
         core = self._core
         columns = scheduler.num_running * -(-_STEPS_AHEAD // self._config.block_size)
         if columns * core.layout.num_tables <= core.allocator.num_free // 2:
-            core.state.write_blocks(scheduler.ensure_decode_blocks(_STEPS_AHEAD))
+            with uninterrupted:
+                updates = scheduler.ensure_decode_blocks(_STEPS_AHEAD)
+            core.state.write_blocks(updates)
 
     def _swap_blocks(self, scheduled: ScheduledStep) -> None:
         """Copy blocks to the host and back, before a callback can use what they leave behind."""

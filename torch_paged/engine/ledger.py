@@ -10,6 +10,7 @@ from torch_paged.engine.job import Job, Row, StepRecord
 from torch_paged.engine.output import RequestOutput, RunningOutput
 from torch_paged.engine.request import FinishReason, Request
 from torch_paged.engine.token_log import TokenLog
+from torch_paged.engine.uninterrupted import uninterrupted
 
 logger = logging.getLogger("torch_paged")
 
@@ -69,9 +70,11 @@ class Ledger:
     def start(self, job: Job, slot: int, step: int) -> Row:
         """Note that a job samples a token in `step` and in each one that follows."""
         is_plain = not job.is_watched and job.logprobs is None
-        job.row = Row(job, job.request.output_ids, slot, step, step, is_plain=is_plain)
-        self.active[job.request.request_id] = job
-        return job.row
+        row = Row(job, job.request.output_ids, slot, step, step, is_plain=is_plain)
+        with uninterrupted:
+            job.row = row
+            self.active[job.request.request_id] = job
+        return row
 
     def use_log(self, log: TokenLog) -> None:
         """Take reports from another log, after reading all of the old one."""
@@ -119,13 +122,14 @@ class Ledger:
         """
         self.resume()
         self.flush()
-        self._in_flight.clear()
-        self.known = num_steps - 1
-        for job in self.active.values():
-            if job.row is not None:
-                job.row.is_done, job.row = True, None
-        self.active.clear()
-        self._log = None
+        with uninterrupted:
+            self._in_flight.clear()
+            self.known = num_steps - 1
+            for job in self.active.values():
+                if job.row is not None:
+                    job.row.is_done, job.row = True, None
+            self.active.clear()
+            self._log = None
         return list(self.jobs.values())
 
     def stop_rows(self, requests: Sequence[Request], step: int) -> None:
@@ -139,12 +143,13 @@ class Ledger:
     def put_back(self) -> None:
         """Take leave of rows that were stopped, after all reports have been read."""
         while self._stopped:
-            job = job_of(request := self._stopped.pop())
-            row, job.row = job.row, None
-            self.active.pop(request.request_id, None)
-            if row is not None and not row.is_done:
-                self._learn(row, row.last_step)
-                row.is_done = True
+            with uninterrupted:
+                job = job_of(request := self._stopped.pop())
+                row, job.row = job.row, None
+                self.active.pop(request.request_id, None)
+                if row is not None and not row.is_done:
+                    self._learn(row, row.last_step)
+                    row.is_done = True
 
     def learn(self, request: Request) -> None:
         """Bring the tokens of a request up to what is known."""
@@ -154,9 +159,12 @@ class Ledger:
 
     def flush(self) -> None:
         """Read the tokens of all rows, before the log comes round to them."""
-        log, known = self._log, self.known
-        if log is None:
-            return
+        if self._log is not None:
+            with uninterrupted:
+                self._flush(self._log)
+
+    def _flush(self, log: TokenLog) -> None:
+        known = self.known
         rows = [job.row for job in self.active.values() if job.row is not None]
         plain = [row for row in rows if row.is_plain and row.next_step <= known <= row.last_step]
         if plain:
@@ -179,13 +187,14 @@ class Ledger:
     def complete(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         """End a job with the tokens that it has."""
         request = job.request
-        if job.row is not None:
-            job.row.is_done, job.row = True, None
-        self._end_request(request.request_id, reason, error)
-        job.finish_reason, request.error = reason, error
-        for jobs in (self.jobs, self.active, self._watched):
-            jobs.pop(request.request_id, None)
-        self._ended.append(job)
+        with uninterrupted:
+            if job.row is not None:
+                job.row.is_done, job.row = True, None
+            self._end_request(request.request_id, reason, error)
+            job.finish_reason, request.error = reason, error
+            for jobs in (self.jobs, self.active, self._watched):
+                jobs.pop(request.request_id, None)
+            self._ended.append(job)
         if job.on_output is not None:
             try:
                 job.on_output(job.output(since=job.num_called))
@@ -302,13 +311,14 @@ class Ledger:
             return
         assert self._log is not None
         job = row.job
-        row.output_ids += self._log.tokens(row.slot, row.next_step, last)
-        if job.logprobs is not None:
-            job.logprobs += self._log.logprobs(row.slot, row.next_step, last)
-        if job.tops is not None:
-            for words in self._log.tops(row.slot, row.next_step, last, job.tops.count):
-                job.tops.extend(words)
-        row.next_step = last + 1
+        with uninterrupted:
+            row.output_ids += self._log.tokens(row.slot, row.next_step, last)
+            if job.logprobs is not None:
+                job.logprobs += self._log.logprobs(row.slot, row.next_step, last)
+            if job.tops is not None:
+                for words in self._log.tops(row.slot, row.next_step, last, job.tops.count):
+                    job.tops.extend(words)
+            row.next_step = last + 1
 
 
 def job_of(request: Request) -> Job:

@@ -20,6 +20,7 @@ from torch_paged.engine.engine import ServingEngine
 from torch_paged.engine.job import Job
 from torch_paged.engine.output import RequestOutput
 from torch_paged.engine.request import FinishReason
+from torch_paged.engine.uninterrupted import uninterrupted
 from torch_paged.errors import TorchPagedError, UnsupportedModelError
 from torch_paged.generate.images import refuse_images
 from torch_paged.generate.jobs import make_jobs
@@ -302,8 +303,9 @@ class Service:
         finally:
             self._is_stepping = False
         wanted = tokens or any(mailbox.tokens for mailbox in self._mailboxes)
-        outputs, ended = engine.take_outputs(tokens=wanted)
-        self._deliver(outputs, ended)
+        with uninterrupted:
+            outputs, ended = engine.take_outputs(tokens=wanted)
+            self._deliver(outputs, ended)
         return outputs
 
     def weights_changed(self) -> None:
@@ -462,7 +464,8 @@ class Service:
                 waiting = [item for item in self._inbox if isinstance(item, Job)]
                 self._inbox.clear()
             self.engine.end_all(waiting, reason, error)
-            self._deliver(*self.engine.take_outputs(tokens=False))
+            with uninterrupted:
+                self._deliver(*self.engine.take_outputs(tokens=False))
 
 
 def _orphan(held: list[ServingEngine]) -> None:
