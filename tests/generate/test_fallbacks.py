@@ -241,3 +241,14 @@ def test_autocast(model, device, relaxed) -> None:
     assert torch.equal(got, expected)
     plain = greedy(model, ids, attention_mask=mask)
     assert torch.equal(plain, greedy(copy.deepcopy(model), ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_embeddings_of_another_dtype_than_the_model(dtype, model, device, relaxed) -> None:
+    ids = prompt(9, 4, device=device)
+    embeds = model.get_input_embeddings()(ids).detach().to(dtype)
+    options = {"inputs_embeds": embeds, "max_new_tokens": 6, "do_sample": False}
+    expected = copy.deepcopy(model).generate(**options)
+    relaxed(model)
+    assert torch.equal(model.generate(**options), expected)
+    assert "inputs_embeds of torch" in str(torch_paged.explain(model).last_call)

@@ -198,3 +198,25 @@ def test_automatic_ids_are_none_that_somebody_has_chosen(model: Any, manager: An
     manager.add_request(PROMPT, "req_1")
     assert "req_1" not in manager.add_requests([PROMPT, PROMPT, PROMPT])
     assert len({manager.get_result(timeout=30).request_id for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_stream_that_is_left_early_keeps_what_it_has_not_told(
+    model: Any, answers: Answers, tokens: bool
+) -> None:
+    prompts = {"a": ids_of(5, 5), "b": ids_of(6, 6), "c": ids_of(7, 7)}
+    with torch_paged.Engine(model) as engine:
+        for name, ids in prompts.items():
+            engine.add_request(ids, request_id=name, max_new_tokens=8, do_sample=False)
+        told: dict[str, list[int]] = {name: [] for name in prompts}
+        ends = []
+        for _ in range(100):
+            # Whoever reads takes one output at a time, and leaves.
+            for output in engine.stream(tokens=tokens):
+                told[output.request_id] += output.new_token_ids
+                ends += [output.request_id] if output.finished else []
+                break
+        assert sorted(ends) == ["a", "b", "c"] and engine.is_idle
+        for name, ids in prompts.items():
+            assert told[name] == answers(ids, 8)
+        assert engine.run() == {}

@@ -263,3 +263,43 @@ def test_exception_leaves_the_model_usable(step, where, device, accelerate) -> N
         greedy(model, ids, **{where: [kind(step)]})
     assert torch.equal(greedy(model, ids), expected)
     assert torch_paged.stats(model).kv_blocks_used == 0
+
+
+class Writer(StoppingCriteria):
+    """Writes a token of its own into the ids, as a thinking budget does."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] % self._every == 0:
+            input_ids[:, -1] = 13 + input_ids.shape[1] % 3
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=str)
+def test_generation_goes_on_from_what_a_criterion_writes(
+    options: dict[str, Any], every: int, device, accelerate
+) -> None:
+    model = tiny(LlamaConfig, 7).to(device)
+    untouched = copy.deepcopy(model)
+    accelerate(model)
+    ids, mask = padded_prompts((5, 9), device)
+
+    def run(target: Any) -> Any:
+        torch.manual_seed(3)
+        return target.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=12,
+            stopping_criteria=[Writer(every)],
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+
+    got, expected = run(model), run(untouched)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert str(torch_paged.explain(model).last_call).startswith("fused path, stepped loop")

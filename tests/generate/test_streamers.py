@@ -246,3 +246,28 @@ def test_streamer_that_generates_with_the_same_model(device, accelerate) -> None
 
     assert torch.equal(greedy(model, ids, 12, streamer=Nested()), expected)
     assert torch.equal(inner[0], expected_other)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_streamer_that_raises_leaves_the_generator_as_it_was(
+    at, lag, device, accelerate
+) -> None:
+    model = tiny(LlamaConfig, 3, device)
+    ids = prompt(17, 17, device=device)
+    untouched = copy.deepcopy(model)
+    accelerate(model, lag=lag)
+
+    def drawn_next(target) -> torch.Tensor:
+        torch.manual_seed(5)
+        with pytest.raises(Interruption):
+            target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                max_new_tokens=24,
+                streamer=RaisingRecorder(at, Interruption("enough")),
+            )
+        return torch.rand(4, device=device)
+
+    assert torch.equal(drawn_next(model), drawn_next(untouched))

@@ -274,20 +274,22 @@ class BatchRun:
         self.first_tokens(logits, sampler)
         self._after_launch(reports.post if watched else None, draws)
         confirmed = 0
-        while True:
-            while self._launched < limit and self._launched - confirmed <= self._lag:
-                self.launch(sampler)
-                self._after_launch(reports.post if watched else None, draws)
-            if confirmed == self._launched:
-                break
-            result = reports.wait(confirmed) if watched else StepResult(1, None)
-            confirmed += 1
-            if deliver is not None and result.tokens is not None:
-                deliver(result.tokens)
-            if result.num_unfinished == 0:
-                break
-        if draws is not None and confirmed < self._launched:
-            draws.rewind(self._launched - confirmed)
+        try:
+            while True:
+                while self._launched < limit and self._launched - confirmed <= self._lag:
+                    self.launch(sampler)
+                    self._after_launch(reports.post if watched else None, draws)
+                if confirmed == self._launched:
+                    break
+                result = reports.wait(confirmed) if watched else StepResult(1, None)
+                confirmed += 1
+                if deliver is not None and result.tokens is not None:
+                    deliver(result.tokens)
+                if result.num_unfinished == 0:
+                    break
+        finally:  # a streamer may raise
+            if draws is not None and 0 < confirmed < self._launched:
+                draws.rewind(self._launched - confirmed)
         self._core.counters.seconds += time.perf_counter() - started
         self._kept = confirmed
         return confirmed

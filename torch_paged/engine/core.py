@@ -207,7 +207,8 @@ class EngineCore:
             num_eos_ids: most end tokens of any row.
         """
         while self.orphans:
-            self.orphans.pop()()
+            self.orphans[0]()  # again, if an interrupt breaks it off
+            del self.orphans[0]
         self.leases.collect()
         if self._pool is None:
             shapes = self.step.layer_shapes

@@ -292,12 +292,12 @@ class Ledger:
                 continue
             self._learn(row, step)
             try:
-                stops = _stops(job)
-                # Not before: where an interrupt breaks the check off, it is made again.
-                row.next_watched = step + 1
-                if stops:
+                # Where an interrupt breaks the check off, it is made again.
+                if _stops(job):
                     self.complete(job, "stop")
-                elif job.on_output is not None and job.streams:
+                    continue
+                row.next_watched = step + 1
+                if job.on_output is not None and job.streams:
                     output = job.output(since=job.num_called)
                     job.num_called = len(job.request.output_ids)
                     job.on_output(output)

@@ -178,8 +178,10 @@ def _shape_reasons(session: Session, call: Call) -> list[str]:
             reasons.append(f"inputs_embeds of {embeds.dim()} dimensions")
         elif embeds.shape[-1] != size:
             reasons.append(f"inputs_embeds of {embeds.shape[-1]} values, not {size}")
-        if not embeds.is_floating_point():
-            reasons.append(f"inputs_embeds of {embeds.dtype}")
+        assert session.step is not None
+        if embeds.dtype != session.step.dtype:
+            dtype = str(session.step.dtype).removeprefix("torch.")
+            reasons.append(f"inputs_embeds of {embeds.dtype} for a model in {dtype}")
     if positions is not None and not isinstance(positions, torch.Tensor):
         reasons.append(f"position_ids of type {type(positions).__name__}")
     elif positions is not None and positions.dtype is torch.bool:

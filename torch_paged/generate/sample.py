@@ -201,9 +201,10 @@ def _stepped(
         if pads:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-        run.commit(tokens.to(logits.device))
-        num_steps += 1
         ended = call.stopping_criteria(input_ids, all_scores if keep_scores else None)
+        # Only now: a criterion may write other ids there, from which transformers goes on.
+        run.commit(input_ids[:, -1].to(logits.device).contiguous())
+        num_steps += 1
         unfinished = unfinished & ~ended
         if call.streamer is not None:
             call.streamer.put(tokens.cpu())

@@ -63,6 +63,7 @@ class Service:
         self._inbox: deque[Job | _Cancel] = deque()
         self._entering: Job | _Cancel | None = None  # first in the inbox, on its way to the engine
         self._mailboxes: list[Mailbox] = []
+        self._unread: list[RequestOutput] = []  # by the last listener, who left early
         self.pauses = Pauses()
         self._on_stop: list[Callable[[], None]] = []
         self._merge = RememberedMerge(seams.merge_generation_config)
@@ -265,13 +266,21 @@ class Service:
         return self._idle.wait(timeout)
 
     def stream(self, *, tokens: bool) -> Iterator[RequestOutput]:
-        """Step until no request is left; yield outputs, without `tokens` the last ones alone."""
+        """Step until no request is left; yield outputs, without `tokens` the last ones alone.
+
+        The next one begins with what it has not yielded when it is closed, if nobody else listens.
+        """
         self.session()
         with self._listening(tokens=tokens) as mailbox:
-            while self._live:
-                self.advance(tokens=tokens)
-                yield from mailbox.drain()
-            yield from mailbox.drain()
+            while True:
+                if (output := mailbox.take()) is not None:
+                    yield output
+                elif not self._live:
+                    # What another thread has brought to its end meanwhile.
+                    yield from mailbox.drain()
+                    return
+                else:
+                    self.advance(tokens=tokens)
 
     def advance(self, *, tokens: bool) -> list[RequestOutput]:
         """Take one step; return the outputs, without `tokens` those of ended requests alone."""
@@ -295,8 +304,8 @@ class Service:
         session = self.session()  # accelerate() may have run while we waited
         if self._is_stepping:
             raise TorchPagedError("step, stream and run must not be called from a callback")
-        self._is_stepping = True
         try:
+            self._is_stepping = True
             engine = self._serving(session)
             self._empty_inbox(engine)
             engine.step()
@@ -371,12 +380,16 @@ class Service:
     def _listening(self, *, tokens: bool) -> Iterator[Mailbox]:
         mailbox = Mailbox(tokens=tokens)
         with self._mutex:
+            mailbox.put(self._unread)
+            self._unread = []
             self._mailboxes.append(mailbox)
         try:
             yield mailbox
         finally:
             with self._mutex:
                 self._mailboxes.remove(mailbox)
+                if not self._mailboxes:
+                    self._unread = mailbox.drain()
 
     def _serving(self, session: Session) -> ServingEngine:
         """Return the loop over the session's core; unfinished jobs move along to a new one."""

@@ -35,6 +35,11 @@ class Mailbox:
         with self._lock:
             self._outputs += outputs
 
+    def take(self) -> RequestOutput | None:
+        """Take the first of what is there."""
+        with self._lock:
+            return self._outputs.pop(0) if self._outputs else None
+
     def drain(self) -> list[RequestOutput]:
         """Take what is there."""
         with self._lock:
