@@ -125,11 +125,10 @@ class Pauses:
     def paused(self, lock: threading.RLock) -> Iterator[None]:
         """Keep other threads from stepping; begins between two steps, which `lock` guards."""
         thread = threading.get_ident()  # another one may leave the block
-        with self._changed:
+        # Whoever takes the lock from here on sees the pause; who has it now need not wait for it.
+        with lock, self._changed:
             self._held[thread] += 1
         try:
-            with lock:  # whoever takes it from here on sees the pause
-                pass
             yield
         finally:
             with self._changed:
